@@ -1,0 +1,140 @@
+"""Groups on the wire: one Arrow IPC stream a message, n trajectories as rows.
+
+Built from numpy (no Python lists of tokens), read zero-copy: the arrays of a decoded group are read-only
+views of the message. Arrow notices a truncated message but not a flipped byte, so every message travels
+with a crc32c in a header (`checksum`); readers pass it to `decode_group`.
+
+The schema's version is in its metadata; it evolves by adding nullable columns, so a reader ignores columns
+it does not know and takes defaults for those it misses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import google_crc32c
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from connectors.records import Group, Origin, Prompt, Segment, Trajectory, decode_as, encode
+
+SCHEMA_VERSION: Final = "1"
+
+_SEGMENT = pa.struct(
+    [("start", pa.int32()), ("end", pa.int32()), ("incarnation", pa.int32()), ("number", pa.int32())]
+)
+_REWARD = pa.struct([("token", pa.int32()), ("value", pa.float32()), ("name", pa.string())])
+_ORIGIN = pa.struct([("topic", pa.string()), ("partition", pa.int32()), ("offset", pa.int64())])
+
+SCHEMA: Final = pa.schema(
+    [
+        ("trajectory_id", pa.string()),
+        ("group_id", pa.string()),
+        ("task", pa.string()),
+        ("source", pa.string()),
+        ("behaviour", pa.string()),
+        ("tokens", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.int8())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("segments", pa.list_(_SEGMENT)),
+        ("reward", pa.float32()),
+        ("rewards", pa.list_(_REWARD)),
+        ("reward_parts", pa.map_(pa.string(), pa.float32())),
+        ("turns", pa.int32()),
+        ("finish_reason", pa.string()),
+        ("created_at", pa.float64()),
+        ("finished_at", pa.float64()),
+        ("origin", _ORIGIN),
+        ("metadata", pa.map_(pa.string(), pa.string())),
+    ]
+)
+
+
+class CorruptRecord(ValueError):
+    """The bytes are no whole group: truncated, altered, or of another kind."""
+
+
+def checksum(data: bytes | memoryview) -> int:
+    """crc32c of the message, as in the `crc32c` header and in a manifest's coordinates."""
+    return int(google_crc32c.value(bytes(data)))
+
+
+def encode_group(group: Group) -> bytes:
+    """One message. ValueError for a group without trajectories."""
+    rows = group.trajectories
+    if not rows:
+        raise ValueError(f"{group.group_id}: a group without trajectories has no record")
+    arrays: dict[str, pa.Array] = {
+        "tokens": _lists([t.tokens for t in rows], pa.int32()),
+        "loss_mask": _lists([t.loss_mask for t in rows], pa.int8()),
+        "logprobs": _lists([t.logprobs for t in rows], pa.float32()),
+    }
+    for name in ("trajectory_id", "group_id", "task", "source", "behaviour", "reward", "turns",
+                 "finish_reason", "created_at", "finished_at"):  # fmt: skip
+        arrays[name] = pa.array([getattr(t, name) for t in rows], type=SCHEMA.field(name).type)
+    arrays["segments"] = pa.array(
+        [[msgspec.structs.asdict(s) for s in t.segments] for t in rows], SCHEMA.field("segments").type
+    )
+    arrays["rewards"] = pa.array(
+        [[dict(zip(("token", "value", "name"), r, strict=True)) for r in t.rewards] for t in rows],
+        SCHEMA.field("rewards").type,
+    )
+    arrays["origin"] = pa.array([msgspec.structs.asdict(t.origin) for t in rows], _ORIGIN)
+    for name in ("reward_parts", "metadata"):
+        arrays[name] = pa.array([list(getattr(t, name).items()) for t in rows], SCHEMA.field(name).type)
+    schema = SCHEMA.with_metadata({"version": SCHEMA_VERSION, "prompt": encode(group.prompt)})
+    batch = pa.record_batch([arrays[n] for n in SCHEMA.names], schema=schema)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema) as writer:
+        writer.write_batch(batch)
+    return bytes(sink.getvalue())
+
+
+def decode_group(data: bytes, crc: int | None = None) -> Group:
+    """The group in `data`; CorruptRecord if it is truncated, altered (with `crc` given) or no group."""
+    if crc is not None and (got := checksum(data)) != crc:
+        raise CorruptRecord(f"checksum {got:08x} where the header says {crc:08x}")
+    try:
+        with pa.ipc.open_stream(data) as reader:
+            batch = reader.read_next_batch()
+            metadata = reader.schema.metadata or {}
+        prompt = decode_as(metadata[b"prompt"], Prompt)
+        columns = {name: batch.column(name) for name in batch.schema.names}
+        rows = _rows(columns, batch.num_rows)
+    except (pa.ArrowException, StopIteration, KeyError, IndexError, TypeError, ValueError) as error:
+        raise CorruptRecord(f"no whole group of {len(data)} bytes: {error}") from error
+    if not rows:
+        raise CorruptRecord("a group message without rows")
+    return Group(group_id=rows[0].group_id, prompt=prompt, trajectories=tuple(rows))
+
+
+def _lists(arrays: Sequence[Any], kind: pa.DataType) -> pa.ListArray:
+    offsets = np.zeros(len(arrays) + 1, np.int32)
+    np.cumsum([len(a) for a in arrays], out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays), type=kind))
+
+
+def _views(column: pa.ListArray) -> list[Any]:
+    offsets, values = column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=True)
+    return [values[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+
+
+def _rows(columns: Mapping[str, pa.Array], num_rows: int) -> list[Trajectory]:
+    tokens, masks, logprobs = (_views(columns[n]) for n in ("tokens", "loss_mask", "logprobs"))
+    plain = {
+        name: columns[name].to_pylist()
+        for name in SCHEMA.names
+        if name in columns and name not in ("tokens", "loss_mask", "logprobs")
+    }
+    rows = []
+    for i in range(num_rows):
+        values = {name: column[i] for name, column in plain.items() if column[i] is not None}
+        values["segments"] = tuple(Segment(**s) for s in values.get("segments", ()))
+        values["rewards"] = tuple((r["token"], r["value"], r["name"]) for r in values.get("rewards", ()))
+        values["origin"] = Origin(**values["origin"])
+        for name in ("reward_parts", "metadata"):
+            values[name] = dict(values.get(name, ()))
+        rows.append(Trajectory(tokens=tokens[i], loss_mask=masks[i], logprobs=logprobs[i], **values))
+    return rows
