@@ -1,13 +1,33 @@
 """The one file that imports kafka-python's client: producer, reader and topic administration.
 
 Every client here rides out a broker restart: it retries until `unavailable_s` has passed and then raises
-`BrokerUnavailable`. A reader never skips: an offset that retention removed raises `OffsetGone`.
+`BrokerUnavailable`. A reader never skips: an offset that retention removed raises `OffsetGone`. No consumer
+groups: partitions are assigned and offsets live in the reader's own checkpoint. None of the classes is
+thread-safe; give each thread its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import kafka
+from kafka import TopicPartition
+from kafka import errors as kafka_errors
+from kafka.admin import KafkaAdminClient
+
+T = TypeVar("T")
+
+FETCH_BYTES = 8 << 20
+"""Of one partition in one answer. A larger record still comes, alone (KIP-74)."""
+FETCH_WAIT_MS = 100
+"""Long poll. A seek waits for the poll under way, so this is also what a seek may cost."""
+FRAME_SLACK_BYTES = 1 << 20
+"""Headers of a response around its record batches."""
+POINT_READ_TRIES = 5
+"""Empty answers after which a point read asks whether its offset is in the log at all."""
 
 
 class KafkaFailure(RuntimeError):
@@ -33,7 +53,9 @@ class Cluster:
     bootstrap_servers: str
     namespace: str = "headwater."
     max_message_bytes: int = 64 << 20
-    security: Mapping[str, str] = field(default_factory=dict)  # kafka-python's security_* / sasl_* / ssl_*
+    security: Mapping[str, str] = field(
+        default_factory=dict
+    )  # kafka-python's security_* / sasl_* / ssl_*
     unavailable_s: float = 60.0
 
     def topic(self, name: str) -> str:
@@ -53,9 +75,31 @@ class Record:
 
 class Producer:
     """Idempotent, acks=all. `send` returns at once; `flush` raises the first delivery error and returns
-    the offsets of everything sent since the last flush, in order."""
+    the offsets of everything sent since the last flush, in order.
 
-    def __init__(self, cluster: Cluster, *, compression: str | None = "zstd") -> None: ...
+    After an error nothing is in flight, but what failed may still have been written when the answer was
+    lost: read the log back before sending it again."""
+
+    def __init__(self, cluster: Cluster, *, compression: str | None = "zstd") -> None:
+        self._cluster = cluster
+        self._pending: list[Any] = []
+        self._topics: set[str] = set()
+        request_ms = _request_timeout_ms(cluster)
+        self._producer: Any = _connected(
+            cluster,
+            lambda: kafka.KafkaProducer(
+                **_connection(cluster),
+                acks="all",
+                enable_idempotence=True,
+                compression_type=compression,
+                batch_size=256 << 10,
+                linger_ms=0,
+                max_request_size=cluster.max_message_bytes,
+                delivery_timeout_ms=max(int(cluster.unavailable_s * 1000), request_ms + 1),
+                max_block_ms=max(int(cluster.unavailable_s * 1000), 1),
+                allow_auto_create_topics=False,
+            ),
+        )
 
     def send(
         self,
@@ -65,51 +109,330 @@ class Producer:
         *,
         key: bytes | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> None: ...
+    ) -> None:
+        """`topic` is the full name. RecordTooLarge at once, and nothing of it is sent."""
+        pairs = [(name, text.encode()) for name, text in (headers or {}).items()]
+        try:
+            future = self._producer.send(
+                topic, value=value, key=key, headers=pairs, partition=partition
+            )
+        except kafka_errors.KafkaError as error:
+            raise _translated(
+                error, self._cluster, f"cannot write to {topic}/{partition}"
+            ) from error
+        self._pending.append(future)
 
-    def flush(self) -> list[int]: ...
+    def flush(self) -> list[int]:
+        pending, self._pending = self._pending, []
+        if not pending:
+            return []
+        # Every batch resolves by its delivery time-out; the slack only covers the thread that says so.
+        deadline = time.monotonic() + self._cluster.unavailable_s + 30.0
+        offsets: list[int] = []
+        first: Exception | None = None
+        for future in pending:
+            try:
+                offsets.append(future.get(timeout=max(0.0, deadline - time.monotonic())).offset)
+            except kafka_errors.KafkaError as error:
+                first = first or error
+        if first is not None:
+            raise _translated(first, self._cluster, "a record was not acknowledged") from first
+        return offsets
 
-    def append(self, topic: str, partition: int, value: bytes, *, key: bytes | None = None,
-               headers: Mapping[str, str] | None = None) -> int:
+    def append(
+        self,
+        topic: str,
+        partition: int,
+        value: bytes,
+        *,
+        key: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> int:
         """send + flush of one record: its offset once it is acknowledged."""
+        self.send(topic, partition, value, key=key, headers=headers)
+        return self.flush()[-1]
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Drops what was sent and not flushed if the broker does not take it within a second."""
+        self._producer.close(timeout=1)
 
 
 class Reader:
-    """Reads some partitions of one topic from given offsets, without a consumer group.
+    """Reads some partitions of one topic (its full name) from given offsets, without a consumer group.
 
     `poll` returns what is there (possibly nothing) within `timeout_s`, at most `max_records`, in offset
-    order a partition. `positions` are the next offsets. `seek` moves one partition. `read_at` returns the
-    record at exactly that offset, leaving positions unchanged (OffsetGone if there is none).
+    order a partition. `positions` are the next offsets; they pass offsets that hold no record.
+    `seek` moves one partition. `read_at` returns the record at exactly that offset, leaving positions
+    unchanged (OffsetGone if there is none).
     `ends`/`starts` are the log end (next offset to be written) and start offsets, asked from the broker.
     """
 
-    def __init__(self, cluster: Cluster, topic: str, offsets: Mapping[int, int]) -> None: ...
+    def __init__(self, cluster: Cluster, topic: str, offsets: Mapping[int, int]) -> None:
+        self._cluster = cluster
+        self._topic = topic
+        self._partitions = {p: TopicPartition(topic, p) for p in sorted(offsets)}
+        self._points: Any = None  # a second consumer: point reads must not disturb the positions
+        self._point: tuple[int, int] | None = None  # partition, next offset of the second consumer
+        self._away_since: float | None = None
+        self._consumer: Any = self._open(FETCH_BYTES, FETCH_WAIT_MS)
+        known = _ride_out(cluster, topic, lambda _: self._consumer.partitions_for_topic(topic))
+        missing = [p for p in self._partitions if p not in known]
+        if missing:
+            self.close()
+            raise KafkaFailure(
+                f"topic {topic} has no partition {missing[0]}"
+                if known
+                else f"topic {topic} does not exist"
+            )
+        self._consumer.assign(list(self._partitions.values()))
+        for partition, offset in offsets.items():
+            self.seek(partition, offset)
 
-    def poll(self, timeout_s: float = 0.0, max_records: int = 500) -> list[Record]: ...
+    def poll(self, timeout_s: float = 0.0, max_records: int = 500) -> list[Record]:
+        """OffsetGone when a position is not in the log; BrokerUnavailable when no connection to it was
+        up for `unavailable_s`."""
+        found = self._poll(self._consumer, timeout_s, max_records)
+        if found:
+            self._away_since = None
+        else:
+            self._watch_connection(self._consumer)
+        return found
 
-    def read_at(self, partition: int, offset: int) -> Record: ...
+    def read_at(self, partition: int, offset: int) -> Record:
+        if self._points is None:
+            # One batch an answer: a point read must not fetch the log behind it.
+            self._points = self._open(1, 5)
+        if self._point != (partition, offset):
+            where = TopicPartition(self._topic, partition)
+            if self._point is None or self._point[0] != partition:
+                self._points.assign([where])
+            self._points.seek(where, offset)
+        self._point = None
+        deadline = time.monotonic() + self._cluster.unavailable_s
+        for attempt in range(1 << 30):
+            found = self._poll(self._points, 0.05, 1)
+            if found:
+                break
+            if attempt % POINT_READ_TRIES == POINT_READ_TRIES - 1:
+                if offset >= self._offsets([partition], end=True)[partition]:
+                    raise OffsetGone(f"{self._topic}/{partition}/{offset} is not written yet")
+                if self._points.position(TopicPartition(self._topic, partition)) > offset:
+                    raise OffsetGone(f"{self._topic}/{partition}/{offset} holds no record")
+            if time.monotonic() > deadline:
+                raise BrokerUnavailable(f"{self._topic}/{partition}/{offset} cannot be read")
+        self._point = (partition, found[0].offset + 1)
+        if found[0].offset != offset:
+            raise OffsetGone(f"{self._topic}/{partition}/{offset} holds no record")
+        return found[0]
 
-    def seek(self, partition: int, offset: int) -> None: ...
+    def seek(self, partition: int, offset: int) -> None:
+        self._consumer.seek(self._partitions[partition], offset)
 
-    def positions(self) -> dict[int, int]: ...
+    def positions(self) -> dict[int, int]:
+        return {p: self._consumer.position(where) for p, where in self._partitions.items()}
 
-    def ends(self) -> dict[int, int]: ...
+    def ends(self) -> dict[int, int]:
+        return self._offsets(list(self._partitions), end=True)
 
-    def starts(self) -> dict[int, int]: ...
+    def starts(self) -> dict[int, int]:
+        return self._offsets(list(self._partitions), end=False)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        for consumer in (self._consumer, self._points):
+            if consumer is not None:
+                consumer.close(autocommit=False, timeout_ms=1000)
+
+    def _open(self, fetch_bytes: int, wait_ms: int) -> Any:
+        cluster = self._cluster
+        return _connected(
+            cluster,
+            lambda: kafka.KafkaConsumer(
+                **_connection(cluster),
+                group_id=None,
+                enable_auto_commit=False,
+                auto_offset_reset="none",  # a resume below the log's start must fail, not skip
+                allow_auto_create_topics=False,
+                max_partition_fetch_bytes=fetch_bytes,
+                fetch_max_bytes=max(fetch_bytes, 4 * FETCH_BYTES),
+                fetch_max_wait_ms=wait_ms,
+                receive_message_max_bytes=cluster.max_message_bytes
+                + 4 * FETCH_BYTES
+                + FRAME_SLACK_BYTES,
+            ),
+        )
+
+    def _poll(self, consumer: Any, timeout_s: float, max_records: int) -> list[Record]:
+        try:
+            found = consumer.poll(timeout_ms=int(timeout_s * 1000), max_records=max_records)
+        except kafka_errors.OffsetOutOfRangeError as error:
+            raise self._gone(error.args[0]) from error
+        except kafka_errors.KafkaError as error:
+            if error.retriable:
+                return []
+            raise _translated(error, self._cluster, f"cannot read {self._topic}") from error
+        return [_record(message) for messages in found.values() for message in messages]
+
+    def _gone(self, offsets: Mapping[TopicPartition, int]) -> OffsetGone:
+        where, offset = next(iter(offsets.items()))
+        start = self._offsets([where.partition], end=False)[where.partition]
+        end = self._offsets([where.partition], end=True)[where.partition]
+        return OffsetGone(
+            f"{where.topic}/{where.partition}/{offset} is not in the log, which holds {start} to {end}: "
+            + ("retention passed it" if offset < start else "the log is shorter than it was")
+        )
+
+    def _offsets(self, partitions: Sequence[int], *, end: bool) -> dict[int, int]:
+        where = [TopicPartition(self._topic, p) for p in partitions]
+        ask = self._consumer.end_offsets if end else self._consumer.beginning_offsets
+        found = _ride_out(
+            self._cluster, f"offsets of {self._topic}", lambda ms: ask(where, timeout_ms=ms)
+        )
+        return {w.partition: offset for w, offset in found.items()}
+
+    def _watch_connection(self, consumer: Any) -> None:
+        """An empty poll looks the same at the log's end and without a broker; the connection tells."""
+        if consumer._manager.least_used_connections():  # the connections that are up
+            self._away_since = None
+            return
+        now = time.monotonic()
+        if self._away_since is None:
+            self._away_since = now
+        elif now - self._away_since > self._cluster.unavailable_s:
+            raise BrokerUnavailable(_unanswered(self._cluster))
 
 
 def ensure_topics(cluster: Cluster, partitions: Mapping[str, int]) -> None:
     """Creates the topics that are missing (names without namespace); KafkaFailure if one exists with
-    another partition count."""
+    another partition count. Returns once every topic can be read and written."""
+    limit = {"max.message.bytes": str(cluster.max_message_bytes)}
+
+    def attempt(admin: Any) -> None:
+        existing = _counts(admin, cluster)
+        missing = {
+            cluster.topic(name): {
+                "num_partitions": count,
+                "replication_factor": -1,
+                "configs": limit,
+            }
+            for name, count in partitions.items()
+            if name not in existing
+        }
+        if missing:
+            try:
+                admin.create_topics(missing)
+            except kafka_errors.TopicAlreadyExistsError:
+                existing = _counts(admin, cluster)  # another process was faster
+            admin.wait_for_topics(list(missing))
+            existing = _counts(admin, cluster)
+        for name, count in partitions.items():
+            if existing.get(name) != count:
+                raise KafkaFailure(
+                    f"topic {cluster.topic(name)} has {existing.get(name)} partitions, not {count}"
+                )
+
+    _administer(cluster, attempt)
 
 
 def partition_counts(cluster: Cluster, topics: Sequence[str] | None = None) -> dict[str, int]:
     """Partition count of each existing topic of the namespace (names without namespace)."""
+    found = _administer(cluster, lambda admin: _counts(admin, cluster))
+    return {name: n for name, n in found.items() if topics is None or name in topics}
 
 
 def read_all(cluster: Cluster, topic: str, partitions: Iterable[int]) -> list[Record]:
-    """Everything in the partitions now, up to the end offsets at the call; for tools and audits."""
+    """Everything in the partitions now, up to the end offsets at the call, ordered by partition and
+    offset; `topic` is the full name. For tools and audits."""
+    reader = Reader(cluster, topic, dict.fromkeys(partitions, 0))
+    try:
+        ends = reader.ends()
+        for partition, start in reader.starts().items():
+            reader.seek(partition, start)
+        records: list[Record] = []
+        while any(position < ends[p] for p, position in reader.positions().items()):
+            records += reader.poll(0.5, 10_000)
+    finally:
+        reader.close()
+    kept = [r for r in records if r.offset < ends[r.partition]]
+    return sorted(kept, key=lambda r: (r.partition, r.offset))
+
+
+def _record(message: Any) -> Record:
+    return Record(
+        topic=message.topic,
+        partition=message.partition,
+        offset=message.offset,
+        key=None if message.key is None else bytes(message.key),
+        value=b"" if message.value is None else bytes(message.value),
+        headers={name: (text or b"").decode(errors="replace") for name, text in message.headers},
+        timestamp_ms=message.timestamp,
+    )
+
+
+def _request_timeout_ms(cluster: Cluster) -> int:
+    return int(min(30.0, max(1.0, cluster.unavailable_s / 2)) * 1000)
+
+
+def _connection(cluster: Cluster) -> dict[str, Any]:
+    return {
+        "bootstrap_servers": cluster.bootstrap_servers.split(","),
+        "bootstrap_timeout_ms": max(int(cluster.unavailable_s * 1000), 1),
+        "request_timeout_ms": _request_timeout_ms(cluster),
+        "retry_backoff_ms": 50,
+        "reconnect_backoff_ms": 20,
+        "reconnect_backoff_max_ms": 500,  # a restarted broker is found within half a second
+        **cluster.security,
+    }
+
+
+def _connected(cluster: Cluster, construct: Callable[[], T]) -> T:
+    try:
+        return construct()
+    except kafka_errors.KafkaConfigurationError:
+        raise
+    except kafka_errors.KafkaError as error:
+        raise _translated(error, cluster, "cannot connect") from error
+
+
+def _ride_out(cluster: Cluster, what: str, attempt: Callable[[int], T]) -> T:
+    """`attempt(time-out in ms)` until it succeeds or the broker was away for `unavailable_s`."""
+    deadline = time.monotonic() + cluster.unavailable_s
+    while True:
+        left_s = max(0.0, deadline - time.monotonic())
+        try:
+            return attempt(max(1, int(left_s * 1000)))
+        except kafka_errors.KafkaError as error:
+            if not error.retriable or left_s == 0.0:
+                raise _translated(error, cluster, what) from error
+        time.sleep(0.05)
+
+
+def _administer(cluster: Cluster, attempt: Callable[[Any], T]) -> T:
+    admin = _connected(cluster, lambda: KafkaAdminClient(**_connection(cluster)))
+    try:
+        return _ride_out(cluster, "topics", lambda _: attempt(admin))
+    finally:
+        admin.close()
+
+
+def _counts(admin: Any, cluster: Cluster) -> dict[str, int]:
+    return {
+        topic["name"].removeprefix(cluster.namespace): len(topic["partitions"])
+        for topic in admin.describe_topics()
+        if topic["name"].startswith(cluster.namespace) and topic["error_code"] == 0
+    }
+
+
+def _translated(error: Exception, cluster: Cluster, what: str) -> KafkaFailure:
+    too_large = (
+        kafka_errors.MessageSizeTooLargeError,
+        kafka_errors.RecordListTooLargeError,
+    )
+    if isinstance(error, too_large):
+        return RecordTooLarge(f"{what}: {error}")
+    if getattr(error, "retriable", False):
+        return BrokerUnavailable(f"{what}: {_unanswered(cluster)} ({error})")
+    return KafkaFailure(f"{what}: {error}")
+
+
+def _unanswered(cluster: Cluster) -> str:
+    return f"no broker answered at {cluster.bootstrap_servers} for {cluster.unavailable_s:g} s"
