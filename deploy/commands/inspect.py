@@ -1,0 +1,85 @@
+"""The commands that read a run: status, audit, replay, trace."""
+
+from __future__ import annotations
+
+import argparse
+
+from deploy import errors
+from deploy.commands.arguments import Commands, add_json, add_run, command, load_run
+from deploy.output import answer, stdout_for_answer
+
+
+def add(commands: Commands) -> None:
+    for name, execute, summary, example in (
+        ("status", status, "shows where a run stands, from its log and its roles",
+         "headwater status runs/quickstart --json"),
+        ("audit", audit, "proves from the log alone that nothing was lost or trained twice",
+         "headwater audit runs/quickstart"),
+        ("replay", replay, "executes recorded steps again and compares the weights' digests",
+         "headwater replay runs/quickstart --last 5"),
+        ("trace", trace, "shows where a trajectory came from and went",
+         "headwater trace runs/quickstart headwater.prompts/0/17/3"),
+    ):  # fmt: skip
+        parser = command(commands, name, execute, summary, example)
+        add_run(parser)
+        if name == "replay":
+            parser.add_argument("--last", type=int, metavar="K", help="the last K steps")
+            parser.add_argument("--from", type=int, metavar="N", dest="first", help="the first step")
+            parser.add_argument("--to", type=int, metavar="M", dest="until", help="the last step")
+        if name == "trace":
+            parser.add_argument("id", metavar="ID", help="a trajectory's or a group's id")
+        add_json(parser)
+
+
+def status(arguments: argparse.Namespace) -> int:
+    from deploy.log import opened
+    from deploy.status import RunStatus
+    from deploy.view import status_lines
+
+    config, run_dir = load_run(arguments)
+    with stdout_for_answer(arguments.json), opened(config, run_dir) as cluster:
+        found = RunStatus(config, run_dir, cluster).read()
+    answer(arguments.json, found, status_lines(found))
+    return errors.OK
+
+
+def audit(arguments: argparse.Namespace) -> int:
+    from deploy.audit import audit_lines, audit_run
+    from deploy.log import opened
+
+    config, run_dir = load_run(arguments)
+    with stdout_for_answer(arguments.json), opened(config, run_dir) as cluster:
+        found = audit_run(config, cluster)
+    answer(arguments.json, found, audit_lines(found))
+    return errors.OK if found["ok"] else errors.NOT_VERIFIED
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    from connectors.config import ConfigError
+    from deploy.log import opened
+    from trainer.replay import replay as execute_again
+
+    config, run_dir = load_run(arguments)
+    if arguments.last is not None and (arguments.first is not None or arguments.until is not None):
+        raise ConfigError("replay: --last goes without --from and --to")
+    with stdout_for_answer(arguments.json), opened(config, run_dir):
+        done = execute_again(
+            run_dir, config, last=arguments.last, first=arguments.first, until=arguments.until
+        )
+    found = {"steps": done.steps, "equal": done.equal, "first_difference": done.first_difference}
+    lines = [f"{done.steps} steps executed again: " + ("digests equal" if done.equal else "DIFFERENT")]
+    if done.first_difference is not None:
+        lines.append(f"first difference: {done.first_difference}")
+    answer(arguments.json, found, lines)
+    return errors.OK if done.equal else errors.NOT_VERIFIED
+
+
+def trace(arguments: argparse.Namespace) -> int:
+    from deploy.log import opened
+    from deploy.trace import trace_lines, trace_run
+
+    config, run_dir = load_run(arguments)
+    with stdout_for_answer(arguments.json), opened(config, run_dir) as cluster:
+        found = trace_run(config, run_dir, cluster, arguments.id)
+    answer(arguments.json, found, trace_lines(found))
+    return errors.OK
