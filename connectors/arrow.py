@@ -1,16 +1,17 @@
 """Groups on the wire: one Arrow IPC stream a message, n trajectories as rows.
 
-Built from numpy (no Python lists of tokens), read zero-copy: the arrays of a decoded group are read-only
-views of the message. Arrow notices a truncated message but not a flipped byte, so every message travels
-with a crc32c in a header (`checksum`); readers pass it to `decode_group`.
+Built from numpy (no Python lists of tokens), read zero-copy: the arrays of a decoded group are
+read-only views of the message. Arrow notices a truncated message but not a flipped byte, so every
+message travels with a crc32c in a header (`checksum`); readers pass it to `decode_group`.
 
-The schema's version is in its metadata; it evolves by adding nullable columns, so a reader ignores columns
-it does not know and takes defaults for those it misses.
+The schema's version is in its metadata; it evolves by adding nullable columns, so a reader ignores
+columns it does not know and takes defaults for those it misses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 import google_crc32c
@@ -23,7 +24,12 @@ from connectors.records import Group, Origin, Prompt, Segment, Trajectory, decod
 SCHEMA_VERSION: Final = "1"
 
 _SEGMENT = pa.struct(
-    [("start", pa.int32()), ("end", pa.int32()), ("incarnation", pa.int32()), ("number", pa.int32())]
+    [
+        ("start", pa.int32()),
+        ("end", pa.int32()),
+        ("incarnation", pa.int32()),
+        ("number", pa.int32()),
+    ]
 )
 _REWARD = pa.struct([("token", pa.int32()), ("value", pa.float32()), ("name", pa.string())])
 _ORIGIN = pa.struct([("topic", pa.string()), ("partition", pa.int32()), ("offset", pa.int64())])
@@ -52,6 +58,14 @@ SCHEMA: Final = pa.schema(
 )
 
 
+# What pyarrow and the row builder raise on bytes that are no whole group: lengths read from garbage
+# surface as OSError or MemoryError.
+_UNREADABLE = (
+    pa.ArrowException, StopIteration, KeyError, IndexError, TypeError, ValueError, OSError,
+    MemoryError,
+)  # fmt: skip
+
+
 class CorruptRecord(ValueError):
     """The bytes are no whole group: truncated, altered, or of another kind."""
 
@@ -75,7 +89,8 @@ def encode_group(group: Group) -> bytes:
                  "finish_reason", "created_at", "finished_at"):  # fmt: skip
         arrays[name] = pa.array([getattr(t, name) for t in rows], type=SCHEMA.field(name).type)
     arrays["segments"] = pa.array(
-        [[msgspec.structs.asdict(s) for s in t.segments] for t in rows], SCHEMA.field("segments").type
+        [[msgspec.structs.asdict(s) for s in t.segments] for t in rows],
+        SCHEMA.field("segments").type,
     )
     arrays["rewards"] = pa.array(
         [[dict(zip(("token", "value", "name"), r, strict=True)) for r in t.rewards] for t in rows],
@@ -83,7 +98,9 @@ def encode_group(group: Group) -> bytes:
     )
     arrays["origin"] = pa.array([msgspec.structs.asdict(t.origin) for t in rows], _ORIGIN)
     for name in ("reward_parts", "metadata"):
-        arrays[name] = pa.array([list(getattr(t, name).items()) for t in rows], SCHEMA.field(name).type)
+        arrays[name] = pa.array(
+            [list(getattr(t, name).items()) for t in rows], SCHEMA.field(name).type
+        )
     schema = SCHEMA.with_metadata({"version": SCHEMA_VERSION, "prompt": encode(group.prompt)})
     batch = pa.record_batch([arrays[n] for n in SCHEMA.names], schema=schema)
     sink = pa.BufferOutputStream()
@@ -93,17 +110,17 @@ def encode_group(group: Group) -> bytes:
 
 
 def decode_group(data: bytes, crc: int | None = None) -> Group:
-    """The group in `data`; CorruptRecord if it is truncated, altered (with `crc` given) or no group."""
+    """The group in `data`; CorruptRecord if truncated, altered (with `crc` given) or no group."""
     if crc is not None and (got := checksum(data)) != crc:
         raise CorruptRecord(f"checksum {got:08x} where the header says {crc:08x}")
     try:
         with pa.ipc.open_stream(data) as reader:
             batch = reader.read_next_batch()
             metadata = reader.schema.metadata or {}
-        prompt = decode_as(metadata[b"prompt"], Prompt)
+        prompt: Prompt = decode_as(metadata[b"prompt"], Prompt)
         columns = {name: batch.column(name) for name in batch.schema.names}
         rows = _rows(columns, batch.num_rows)
-    except (pa.ArrowException, StopIteration, KeyError, IndexError, TypeError, ValueError) as error:
+    except _UNREADABLE as error:
         raise CorruptRecord(f"no whole group of {len(data)} bytes: {error}") from error
     if not rows:
         raise CorruptRecord("a group message without rows")
@@ -118,7 +135,7 @@ def _lists(arrays: Sequence[Any], kind: pa.DataType) -> pa.ListArray:
 
 def _views(column: pa.ListArray) -> list[Any]:
     offsets, values = column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=True)
-    return [values[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    return [values[a:b] for a, b in pairwise(offsets)]
 
 
 def _rows(columns: Mapping[str, pa.Array], num_rows: int) -> list[Trajectory]:
@@ -132,9 +149,13 @@ def _rows(columns: Mapping[str, pa.Array], num_rows: int) -> list[Trajectory]:
     for i in range(num_rows):
         values = {name: column[i] for name, column in plain.items() if column[i] is not None}
         values["segments"] = tuple(Segment(**s) for s in values.get("segments", ()))
-        values["rewards"] = tuple((r["token"], r["value"], r["name"]) for r in values.get("rewards", ()))
+        values["rewards"] = tuple(
+            (r["token"], r["value"], r["name"]) for r in values.get("rewards", ())
+        )
         values["origin"] = Origin(**values["origin"])
         for name in ("reward_parts", "metadata"):
             values[name] = dict(values.get(name, ()))
-        rows.append(Trajectory(tokens=tokens[i], loss_mask=masks[i], logprobs=logprobs[i], **values))
+        rows.append(
+            Trajectory(tokens=tokens[i], loss_mask=masks[i], logprobs=logprobs[i], **values)
+        )
     return rows

@@ -1,4 +1,4 @@
-"""A run's configuration: one TOML file, parsed once, unknown keys refused with the nearest known one.
+"""A run's configuration: one TOML file, parsed once; unknown keys are refused with the nearest one.
 
 `load(path, overrides)` -> `Config`; every problem is a `ConfigError` of one line naming the key."""
 
@@ -50,8 +50,8 @@ class Broker(Section):
 
 class Model(Section):
     path: str
-    """A Hugging Face model folder, or `package.module:function` (or `file.py:function`) that builds one
-    into the folder it is given."""
+    """A Hugging Face model folder, or `package.module:function` (or `file.py:function`) that builds
+    one into the folder it is given."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     context_tokens: int = Field(2048, ge=8)
 
@@ -79,12 +79,12 @@ class Task(Section):
     agent: str = "single_turn"
     """`single_turn`, `tool_loop`, or the user's own `module:function` or `file.py:function`."""
     reward: str
-    """`exact_match`, `numeric_match`, `reasoning-gym`, or `module:function` or `file.py:function`."""
+    """`exact_match`, `numeric_match`, `reasoning-gym`, `module:function` or `file.py:function`."""
     group_size: int = Field(8, ge=1)
     reward_timeout_s: float = Field(30.0, gt=0)
     reward_retries: int = Field(2, ge=0)
     prompts: str | None = None
-    """A JSONL file, or `reasoning-gym:NAME`; leave out when the prompts are produced into the topic."""
+    """A JSONL file or `reasoning-gym:NAME`; leave out when others produce into the topic."""
     repeat: bool = False
     """Start the file again at its end (the generator never ends)."""
     eval_prompts: str | None = None
@@ -172,8 +172,8 @@ class Config(Section):
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads `path`, applies `key=value` overrides (dotted key, TOML value, bare text is a string) and
-    returns a valid Config; ConfigError otherwise."""
+    """Reads `path`, applies `key=value` overrides (dotted key, TOML value, bare text is a string)
+    and returns a valid Config; ConfigError otherwise."""
     file = Path(path)
     try:
         table = tomllib.loads(file.read_text())

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-# --------------------------------------------------------------------------------------- reasons
+# ------------------------------------------------------------------ reasons
 REASONS: Final = (
     "reward_failed", "reward_nan", "reward_timeout", "agent_failed", "engine_failed", "stale",
     "filtered", "cancelled", "time_cap", "too_long", "too_large", "malformed", "unknown_task",
@@ -39,7 +39,7 @@ Source = Literal["rollout", "traffic", "import"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
-# --------------------------------------------------------------------------------------- versions
+# ------------------------------------------------------------------ versions
 class Version(msgspec.Struct, frozen=True, order=True):
     """A policy version: `number` counts optimizer steps within a lineage `incarnation`.
     Compares lexicographically."""
@@ -81,10 +81,10 @@ def parse_group_id(group_id: str) -> Origin:
     return Origin(topic, int(partition), int(offset))
 
 
-# --------------------------------------------------------------------------------------- prompts
+# ------------------------------------------------------------------ prompts
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One record of `prompts`. Exactly one of `messages`, `prompt` (text) and `token_ids` is the input;
-    `reward` is whatever the task's scorer needs (the answer, a test, a rubric)."""
+    """One record of `prompts`. Exactly one of `messages`, `prompt` (text) and `token_ids` is the
+    input; `reward` is whatever the task's scorer needs (the answer, a test, a rubric)."""
 
     task: str
     id: str | None = None
@@ -102,7 +102,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             )
 
 
-# --------------------------------------------------------------------------------------- groups
+# ------------------------------------------------------------------ groups
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
     """One sampled trajectory of T tokens: prompt, generated and tool tokens in one row.
@@ -152,8 +152,8 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """All trajectories of one prompt: one Arrow message of n rows. `prompt` rides along once a message
-    so that scoring and reading need no second look-up."""
+    """All trajectories of one prompt: one Arrow message of n rows. `prompt` rides along once a
+    message so that scoring and reading need no second look-up."""
 
     group_id: str
     prompt: Prompt
@@ -182,10 +182,10 @@ class Closed(msgspec.Struct, frozen=True, kw_only=True, tag="closed", tag_field=
     closed_at: float = 0.0
 
 
-# --------------------------------------------------------------------------------------- policy topic
+# ------------------------------------------------------------------ policy topic
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin", tag_field="kind"):
-    """A trainer started. In `steps` its own offset is the trainer epoch; in `policy`, `epoch` says it.
-    By position, everything of a lower epoch after it is void."""
+    """A trainer started. In `steps` its own offset is the trainer epoch; in `policy`, `epoch` says
+    it. By position, everything of a lower epoch after it is void."""
 
     epoch: int | None  # None in `steps` (the record's offset is the epoch)
     writer: str  # host:pid:random, tells two trainers apart
@@ -222,7 +222,7 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True, tag="announcement"
 PolicyRecord = Begin | Announcement
 
 
-# --------------------------------------------------------------------------------------- steps topic
+# ------------------------------------------------------------------ steps topic
 class Coordinate(msgspec.Struct, frozen=True, array_like=True):
     """One record of `trajectories`, pinned by its checksum (crc32c of the value)."""
 
@@ -265,7 +265,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest", tag_fi
 StepRecord = Begin | Manifest
 
 
-# --------------------------------------------------------------------------------------- evaluations topic
+# ------------------------------------------------------------------ evaluations topic
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
     completion: str
@@ -285,7 +285,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation", ta
     evaluated_at: float = 0.0
 
 
-# --------------------------------------------------------------------------------------- codec
+# ------------------------------------------------------------------ codec
 T = TypeVar("T")
 _encoder = msgspec.json.Encoder()
 
@@ -298,4 +298,4 @@ def encode(record: Any) -> bytes:
 def decode_as(data: bytes, kind: type[T] | Any) -> T:
     """The struct of type (or tagged union) `kind` in `data`; msgspec.ValidationError or
     msgspec.DecodeError when it is none."""
-    return msgspec.json.decode(data, type=kind)  # type: ignore[no-any-return]
+    return msgspec.json.decode(data, type=kind)

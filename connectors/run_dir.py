@@ -1,7 +1,8 @@
 """A run's folder: where each role keeps its files, and where roles find each other.
 
-A role that serves registers its address in `roles/NAME.json`; readers take what is there now, so an
-engine that joins or leaves while running needs no restart of anyone. Plain files, written by rename.
+A role that serves registers its address in `roles/NAME.json`; readers take what is there now, so
+an engine that joins or leaves while running needs no restart of anyone. Plain files, written by
+rename.
 
     RUN/config.toml      the run's configuration, overrides applied
     RUN/broker/          the embedded broker's data
@@ -39,8 +40,8 @@ class RunDir:
 
     @classmethod
     def of(cls, config: Config) -> RunDir:
-        """The folder the configuration names: `run.dir` (relative to its file) or `runs/NAME` in the
-        working directory."""
+        """The folder the configuration names: `run.dir` (relative to its file) or `runs/NAME` in
+        the working directory."""
         if config.run.dir is not None:
             return cls(config.resolve(config.run.dir))
         return cls(Path("runs", config.run.name))

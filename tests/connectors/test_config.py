@@ -1,0 +1,81 @@
+from pathlib import Path
+
+import pytest
+
+from connectors.config import ConfigError, load, parse
+
+MINIMAL = '[model]\npath = "m"\n[tasks.a]\nreward = "exact_match"\n'
+
+
+def config_file(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[trainer]\nlearning_rte = 1",
+            "unknown key trainer.learning_rte, did you mean learning_rate?",
+        ),
+        ("[traner]\n", "unknown key traner, did you mean trainer?"),
+        ("[tasks.b]\nrewrd = 'x'", "unknown key tasks.b.rewrd, did you mean reward?"),
+        ("[trainer]\nzero_stage = 7", "trainer.zero_stage: input should be 0, 1, 2 or 3, got 7"),
+        (
+            "[sampling]\ntemperature = 0",
+            "sampling.temperature: input should be greater than 0, got 0",
+        ),
+        (
+            "[broker]\nembedded = false",
+            "kafka.bootstrap_servers is needed when broker.embedded = false",
+        ),
+        (
+            "[eval]\nevery_versions = 'often'",
+            "eval.every_versions: input should be a valid integer",
+        ),
+        ("base_dir = '/'", "unknown key base_dir"),
+    ],
+)
+def test_a_wrong_key_or_value_is_one_line_that_names_it(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    file = config_file(
+        tmp_path,
+        ("" if text.startswith("[") else text + "\n") + MINIMAL + text * text.startswith("["),
+    )
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_task_without_reward_and_a_file_that_is_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tasks.a.reward is required"):
+        parse({"model": {"path": "m"}, "tasks": {"a": {}}}, base_dir="")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="is no TOML"):
+        load(config_file(tmp_path, "= 3"))
+
+
+def test_overrides_are_toml_values_or_plain_text(tmp_path: Path) -> None:
+    config = load(
+        config_file(tmp_path, MINIMAL),
+        ["trainer.num_steps=7", "engine.kind=vllm", "tasks.a.repeat=true", "model.path=other"],
+    )
+    assert config.trainer.num_steps == 7
+    assert config.engine.kind == "vllm"
+    assert config.tasks["a"].repeat is True
+    assert config.model.path == "other"
+    with pytest.raises(ConfigError, match="is not key=value"):
+        load(config_file(tmp_path, MINIMAL), ["trainer.num_steps"])
+    with pytest.raises(ConfigError, match=r"unknown key trainer.num_stps, did you mean num_steps"):
+        load(config_file(tmp_path, MINIMAL), ["trainer.num_stps=1"])
+
+
+def test_relative_paths_start_at_the_files_folder(tmp_path: Path) -> None:
+    config = load(config_file(tmp_path, MINIMAL))
+    assert config.resolve(config.model.path) == tmp_path / "m"
+    assert config.resolve("/abs") == Path("/abs")
