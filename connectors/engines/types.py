@@ -65,6 +65,15 @@ class RequestRefused(EngineError):
     """The request itself can never succeed (too long, unknown sampling): do not retry."""
 
 
+class EngineUnavailable(EngineError):
+    """The engine cannot be reached, or it answers that it is going away: an outage, no verdict on the
+    request."""
+
+
+class EngineStartError(RuntimeError):
+    """The engine cannot start (no model there, port taken); the message is one line."""
+
+
 class Engine(Protocol):
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
         """One completion a sample, in order. Waits until the engine holds `min_version` or newer.
