@@ -1,0 +1,134 @@
+"""The weights channel's HTTP bodies and errors, one for both sides.
+
+    POST /weights/join     JoinRequest     -> {}    forms the group, answers when it is whole
+    POST /weights/update   UpdateRequest   -> Ack   receives one broadcast, applies it
+    POST /weights/relabel  RelabelRequest  -> Ack   the bytes are those of another version too
+    POST /weights/fence    FenceRequest    -> {}    from now on refuse lower epochs
+
+An error answers `WeightsError.status` with `WeightsError.body()`. `epoch` is the trainer's; each
+engine remembers the highest it met and refuses lower ones.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from connectors.records import Version
+from connectors.weights.layout import Plan
+
+
+class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`group` is unique to one forming of one group; the sender is rank 0 of `world` and hosts the
+    store. `backend` is "gloo" or "nccl"."""
+
+    epoch: int
+    group: str
+    store_host: str
+    store_port: int
+    rank: int
+    world: int
+    timeout_s: float
+    plan: Plan
+    backend: str = "gloo"
+
+
+class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`serial` numbers the group's broadcasts."""
+
+    epoch: int
+    group: str
+    serial: int
+    version: Version
+    digest: str
+
+
+class RelabelRequest(msgspec.Struct, frozen=True, kw_only=True):
+    epoch: int
+    version: Version
+    digest: str
+
+
+class FenceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    epoch: int
+
+
+class Ack(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine holds now, applied and verified."""
+
+    version: Version
+    digest: str
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    error: str
+    kind: str = "error"
+
+
+class WeightsError(RuntimeError):
+    """An engine did not take what it was sent. `kind` and `status` are its form over HTTP."""
+
+    kind: ClassVar[str] = "error"
+    status: ClassVar[int] = 500
+
+    def body(self) -> bytes:
+        return msgspec.json.encode(ErrorBody(error=str(self), kind=self.kind))
+
+
+class EpochRefused(WeightsError):
+    """The engine knows a newer trainer: whoever sent this must stop."""
+
+    kind = "epoch"
+    status = 409
+
+
+class GroupUnknown(WeightsError):
+    """The engine is not in that group (it restarted, or another was formed): join first."""
+
+    kind = "group"
+    status = 409
+
+
+class UpdateAborted(WeightsError):
+    """Called off before the first byte; the engine holds what it held."""
+
+    kind = "aborted"
+    status = 409
+
+
+class UpdateInterrupted(WeightsError):
+    """The broadcast broke or timed out; the engine holds no whole version."""
+
+    kind = "interrupted"
+
+
+class DigestMismatch(WeightsError):
+    """The bytes are not those announced: after an update the engine holds no whole version; a
+    refused relabel leaves it as it was."""
+
+    kind = "digest"
+    status = 409
+
+
+class PlanRefused(WeightsError):
+    """The engine's model has other parameters than the trainer's."""
+
+    kind = "plan"
+    status = 400
+
+
+class Unreachable(WeightsError):
+    """No answer: refused, broken or timed out."""
+
+    kind = "unreachable"
+    status = 503
+
+
+KINDS: dict[str, type[WeightsError]] = {
+    kind.kind: kind
+    for kind in (
+        WeightsError, EpochRefused, GroupUnknown, UpdateAborted, UpdateInterrupted, DigestMismatch,
+        PlanRefused, Unreachable,
+    )
+}  # fmt: skip
