@@ -1,0 +1,30 @@
+"""The cluster a configuration means: Apache Kafka where it names one, else the run's embedded broker."""
+
+from __future__ import annotations
+
+from connectors.config import Config
+from connectors.kafka.client import BrokerUnavailable, Cluster
+from connectors.run_dir import RunDir
+
+
+def cluster(config: Config, run_dir: RunDir, *, unavailable_s: float = 60.0) -> Cluster:
+    """The run's log; clients of it wait `unavailable_s` for a broker that does not answer.
+    BrokerUnavailable when the run has no broker yet."""
+    return Cluster(
+        bootstrap_servers=_bootstrap_servers(config, run_dir),
+        namespace=config.run.namespace,
+        max_message_bytes=config.kafka.max_message_bytes,
+        security=config.kafka.security,
+        unavailable_s=unavailable_s,
+    )
+
+
+def _bootstrap_servers(config: Config, run_dir: RunDir) -> str:
+    if config.kafka.bootstrap_servers is not None:
+        return config.kafka.bootstrap_servers
+    if config.broker.port:
+        return f"127.0.0.1:{config.broker.port}"
+    address = run_dir.url("broker")
+    if address is None:
+        raise BrokerUnavailable(f"no broker is registered in {run_dir.path}: start it first")
+    return address
