@@ -1,0 +1,388 @@
+"""The training engine: rows and advantages enter a step, updated weights and metrics leave it.
+
+The only file that imports deepspeed. One rank, ZeRO-1 by default, on CPU (gloo, no compiler needed)
+or CUDA (nccl) by the same code.
+
+    step:  seed -> for each micro-batch: forward (log-probs) -> loss -> backward -> one optimizer
+           step
+
+With one optimizer step a step, the proximal policy (the policy at the step's start) is the current
+policy of every micro-batch, so its log-probs are the forward's own, detached: no second forward
+runs.
+
+A step is a function of (weights, optimizer state, rows, micro-batches, advantages, seed) for a
+given `environment()`: equal inputs give equal bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+os.environ.setdefault(
+    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+)  # before CUDA starts: deterministic cuBLAS
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import numpy as np
+import torch.distributed as dist
+import transformers
+from deepspeed.ops import __compatible_ops__
+from numpy.typing import NDArray
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from connectors import config as configuration
+from connectors import weights
+from trainer.advantages import homogeneous_share
+from trainer.batches import MicroBatch, Rows, check_assignment, collate
+from trainer.logprobs import PolicyModel
+from trainer.losses import policy_loss, units
+
+_log = logging.getLogger(__name__)
+
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_TAG: Final = "engine"
+_TOKENIZER_FILES: Final = (
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
+    "chat_template*", "generation_config.json",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """metrics  finite numbers by name (one that is not finite is left out)
+    skipped  None, "nan_gradient" or "no_tokens": then weights and optimizer state are as before
+    seconds  "logprobs": forward passes, "update": backward passes and the optimizer"""
+
+    metrics: Mapping[str, float]
+    skipped: str | None
+    seconds: Mapping[str, float]
+
+
+class TrainingEngine:
+    """One model and its optimizer. Create one at a time in a process; `close` it before the
+    next."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        trainer: configuration.Trainer,
+        model: configuration.Model,
+        temperature: float,
+    ) -> None:
+        """ConfigError for a setting this engine cannot run; FileNotFoundError for a missing model
+        folder; ValueError for a model whose head it cannot reproduce."""
+        if trainer.num_ranks != 1:
+            raise configuration.ConfigError(
+                f"trainer.num_ranks: only 1 is supported, got {trainer.num_ranks}"
+            )
+        self._path = Path(model_path)
+        if not (self._path / "config.json").is_file():
+            raise FileNotFoundError(
+                f"model.path: {self._path} holds no model (config.json is missing)"
+            )
+        self._trainer = trainer
+        self._dtype = _DTYPES[model.dtype]
+        torch.set_num_threads(trainer.num_threads)
+        _be_deterministic()
+        _start_process_group()
+        policy = PolicyModel(_load_model(self._path, self._dtype), temperature)
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        policy.to(self._device)
+        policy.check_head()
+        with _quiet_deepspeed():
+            self._engine, *_ = deepspeed.initialize(
+                model=policy,
+                model_parameters=list(policy.parameters()),
+                config=_deepspeed_config(trainer, model.dtype),
+            )
+        self._engine.train()
+        self._plan = weights.plan(weights.shapes_of(self.named_parameters()), self._dtype)
+
+    # ---------------------------------------------------------------------------------- training
+    def step(
+        self,
+        rows: Rows,
+        micro_batches: Sequence[Sequence[int]],
+        advantages: Sequence[NDArray[np.floating[Any]]],
+        seed: int,
+    ) -> StepResult:
+        """One optimizer step on `rows`, cut into `micro_batches` of row indices (`batches.assign`);
+        `advantages` holds one [T_i] array a row. `seed` is set before the first forward.
+
+        The loss is the mean over all trained tokens of the step, however it is cut. ValueError when
+        micro-batches do not cover the trained rows exactly once, or a value cannot be trained
+        on."""
+        check_assignment(rows, micro_batches)
+        torch.manual_seed(seed)
+        num_tokens = sum(units(mask) for mask in rows.masks)
+        if num_tokens == 0:
+            return self._skipped(rows, "no_tokens")
+        tally = _Tally()
+        for indices in micro_batches:
+            batch = collate(rows, indices, advantages).to(self._device)
+            loss = self._forward(batch, num_tokens, tally)
+            started = time.perf_counter()
+            self._engine.backward(loss)
+            tally.seconds["update"] += time.perf_counter() - started
+        started = time.perf_counter()
+        applied = self._apply(tally.loss)
+        tally.seconds["update"] += time.perf_counter() - started
+        if applied:
+            tally.metrics["grad_norm"] = float(self._engine.get_global_grad_norm())
+        metrics = tally.summary() | _row_metrics(rows, len(micro_batches))
+        metrics["learning_rate"] = float(self._engine.get_lr()[0])
+        return StepResult(
+            metrics={k: v for k, v in metrics.items() if math.isfinite(v)},
+            skipped=None if applied else "nan_gradient",
+            seconds=tally.seconds,
+        )
+
+    def _forward(self, batch: MicroBatch, num_tokens: float, tally: _Tally) -> Tensor:
+        started = time.perf_counter()
+        logprobs_BT, entropy_N = self._engine(batch.tokens_BT, batch.position_ids_BT, batch.mask_BT)
+        loss: Tensor
+        loss, metrics = policy_loss(
+            self._trainer.loss,
+            logprobs_BT,
+            logprobs_BT.detach(),
+            batch.behaviour_logprobs_BT,
+            batch.advantages_BT,
+            batch.mask_BT,
+            correction=self._trainer.correction,
+            correction_cap=self._trainer.correction_cap,
+            denominator=num_tokens,
+            clip_low=self._trainer.clip_low,
+            clip_high=self._trainer.clip_high,
+        )
+        gap_N = (logprobs_BT.detach() - batch.behaviour_logprobs_BT)[batch.mask_BT]
+        tally.add(float(loss.item()), metrics, gap_N, entropy_N)
+        tally.seconds["logprobs"] += time.perf_counter() - started
+        return loss
+
+    def _apply(self, loss: float) -> bool:
+        """Whether the optimizer stepped. DeepSpeed leaves weights and optimizer alone and clears
+        the gradients when their norm is not finite; a loss that is not finite never reaches it."""
+        if not math.isfinite(loss):
+            self._engine.optimizer.zero_grad()
+            return False
+        self._engine.step()
+        return bool(self._engine.was_step_applied())
+
+    def _skipped(self, rows: Rows, reason: str) -> StepResult:
+        return StepResult(
+            metrics=_row_metrics(rows, 0), skipped=reason, seconds={"logprobs": 0.0, "update": 0.0}
+        )
+
+    # ----------------------------------------------------------------------------------- weights
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """The model's parameters under their Hugging Face names, tied ones once."""
+        return list(self._engine.module.model.named_parameters())
+
+    @property
+    def plan(self) -> weights.Plan:
+        """How the weights are cut into buckets for publishing and digests."""
+        return self._plan
+
+    def snapshot(self, into: weights.Snapshot | None = None) -> weights.Snapshot:
+        """A copy of the weights as published, with its digest; `into` gives its buffers."""
+        return weights.Snapshot.take(self.named_parameters(), self._plan, into=into)
+
+    def digest(self) -> str:
+        """16 hex digits of the weights as they are published."""
+        return weights.digest(self.named_parameters(), self._plan)
+
+    # -------------------------------------------------------------------------------- checkpoint
+    def save(self, folder: Path) -> None:
+        """Model, optimizer and random state into `folder` (which exists), to be made atomic by the
+        caller: DeepSpeed's own save is not."""
+        with _quiet_deepspeed():
+            self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+        state = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
+        torch.save(state, folder / f"random_{dist.get_rank()}.pt")
+
+    def load(self, folder: Path) -> None:
+        """The opposite of `save`, bit for bit. Learning rate and weight decay stay those of the
+        configuration, so that a changed configuration takes effect. ValueError when `folder` does
+        not hold a checkpoint of this model."""
+        with _quiet_deepspeed():
+            loaded, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
+        if loaded is None:
+            raise ValueError(f"{folder} holds no checkpoint of this model")
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = self._trainer.learning_rate
+            group["weight_decay"] = self._trainer.weight_decay
+        state = torch.load(folder / f"random_{dist.get_rank()}.pt", weights_only=True)
+        torch.set_rng_state(state["cpu"])
+        if torch.cuda.is_available() and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"])
+
+    def save_pretrained(self, folder: Path) -> None:
+        """The model and its tokenizer as a Hugging Face folder."""
+        self._engine.module.model.save_pretrained(folder)
+        for pattern in _TOKENIZER_FILES:
+            for file in self._path.glob(pattern):
+                shutil.copy(file, folder)
+
+    # ------------------------------------------------------------------------------- environment
+    def environment(self) -> dict[str, str]:
+        """What must be equal for equal bits; recorded in every manifest."""
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        return {
+            "device": device,
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "threads": str(torch.get_num_threads()),
+            "ranks": str(dist.get_world_size()),
+            "zero_stage": str(self._trainer.zero_stage),
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "torch": torch.__version__,
+            "deepspeed": deepspeed.__version__,
+            "transformers": transformers.__version__,
+        }
+
+    def close(self) -> None:
+        """Ends the engine and its process group; safe to call twice."""
+        if self._engine is not None:
+            self._engine.destroy()
+            self._engine = None
+            if dist.is_initialized():
+                deepspeed.comm.destroy_process_group()
+
+
+class _Tally:
+    """Sums over a step's micro-batches."""
+
+    def __init__(self) -> None:
+        self.loss = 0.0
+        self.metrics: dict[str, float] = {}
+        self.seconds = {"logprobs": 0.0, "update": 0.0}
+        self._sums: dict[str, float] = {}
+        self._gaps: list[Tensor] = []
+        self._entropy = 0.0
+
+    def add(
+        self, loss: float, metrics: Mapping[str, float], gap_N: Tensor, entropy_N: Tensor
+    ) -> None:
+        self.loss += loss
+        for name, value in metrics.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+        self._gaps.append(gap_N.float().cpu())
+        self._entropy += float(entropy_N.sum().item())
+
+    def summary(self) -> dict[str, float]:
+        """Per token means of what was summed. `gap` is |trainer - engine| of the log-probs of the
+        same tokens; it is rounding alone when the sampling and the trained version are the same."""
+        num = self._sums["num_tokens"]
+        gaps = torch.cat(self._gaps).abs().numpy()
+        return self.metrics | {
+            "loss": self.loss,
+            "tokens_trained": num,
+            "clipped_share": self._sums["num_clipped"] / num,
+            "clamped_share": self._sums["num_clamped"] / num,
+            "capped_share": self._sums["num_capped"] / num,
+            "weight_mean": self._sums["sum_weight"] / num,
+            "entropy": self._entropy / num,
+            "gap_mean": float(gaps.mean()),
+            "gap_p99": float(np.quantile(gaps, 0.99)),
+            "gap_max": float(gaps.max()),
+        }
+
+
+def _row_metrics(rows: Rows, num_micro_batches: int) -> dict[str, float]:
+    return {
+        "reward_mean": float(rows.rewards.mean()) if len(rows) else 0.0,
+        "homogeneous_share": homogeneous_share(rows.rewards, rows.groups),
+        "rows": float(len(rows)),
+        "rows_untrained": float(len(rows.untrained)),
+        "tokens_total": float(rows.num_tokens),
+        "tokens_trained": float(rows.num_trained),
+        "micro_batches": float(num_micro_batches),
+    }
+
+
+def _load_model(path: Path, dtype: torch.dtype) -> Any:
+    """The model without dropout: its log-probs must be those of the policy that samples."""
+    settings = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    for key, value in vars(settings).items():
+        if key.endswith(("dropout", "pdrop")) and isinstance(value, float):
+            setattr(settings, key, 0.0)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, config=settings, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+    )
+
+
+def _deepspeed_config(trainer: configuration.Trainer, dtype: str) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        # step() ends an accumulation of any number of backward() calls.
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": trainer.max_grad_norm,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": trainer.learning_rate,
+                "weight_decay": trainer.weight_decay,
+                # torch's fused kernel: DeepSpeed's own would be compiled at the first start.
+                "torch_adam": True,
+                "fused": True,
+            },
+        },
+        "zero_optimization": {"stage": trainer.zero_stage},
+        "bf16": {"enabled": dtype == "bfloat16", "check_grad_overflow": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": None,
+    }
+
+
+def _be_deterministic() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _start_process_group() -> None:
+    """A world of this process alone, over a store in memory: no port to find free, none left open.
+    DeepSpeed finds the group and takes it; it still reads the launcher's variables."""
+    os.environ.update(
+        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    )
+    os.environ.setdefault("MASTER_PORT", "29500")  # never opened
+    # DeepSpeed would compile its shared-memory collectives for the CPU (40 s, and a compiler is
+    # needed).
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    with _quiet_deepspeed():
+        deepspeed.init_distributed()
+
+
+@contextlib.contextmanager
+def _quiet_deepspeed() -> Iterator[None]:
+    """Its progress lines and its use of deprecated torch calls say nothing to our reader."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)
