@@ -1,0 +1,121 @@
+"""What the feed remembers between two steps: `FeedState`, JSON-encodable, in every checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from connectors.records import Coordinate, Version
+
+UNREAD = Literal["trained", "closed", "dropped"]
+"""How a group ended whose terminal in `trajectories` has not been read yet, after a recovery."""
+
+FIRST_VERSION = Version(0, 0)
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """An open group: OpenGroup's fields, and where its record is once it arrived."""
+
+    group_id: str
+    partition: int
+    offset: int
+    oldest: Version
+    newest: Version | None
+    admitted_at: Version
+    order: int
+    ready_order: int | None = None
+    coordinate: Coordinate | None = None
+    num_rows: int = 0
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """granted = trained + closed + open. `dropped` (by the feed) and `closed_by_reason` are parts
+    of `closed`; the latter misses groups whose terminal is still to be read after a recovery."""
+
+    granted: int = 0
+    trained: int = 0
+    closed: int = 0
+    dropped: int = 0
+    duplicates: int = 0  # later terminals of an offset
+    ungranted: int = 0  # terminals of offsets that were never granted
+    closed_by_reason: dict[str, int] = {}
+
+
+class FeedState(msgspec.Struct, frozen=True, kw_only=True):
+    """The ledger between two steps.
+
+    version        the open step trains it; its number is that of the steps closed so far
+    published      the last announced version, None before the first; `digest` its weights'
+    epoch          of the last announcement applied
+    read           next offset of each `trajectories` partition
+    policy_offset  next offset of `policy`
+    limits         per prompt partition: below it, granted
+    frontier       per prompt partition: below it, settled (trained or closed)
+    settled        per prompt partition: settled offsets above the frontier, ascending
+    open           groups neither trained nor closed, in admission order
+    unread         settled groups whose terminal lies at or after `read`
+    refunded       closed groups that no announcement has listed yet
+    dropped        groups the feed dropped since the last closed step
+    cancelled      open groups whose cancel was announced
+    unpublished    (version after the step, groups) of steps whose weights are not announced
+    policy         state of the staleness policy `policy_name`
+    """
+
+    version: Version
+    published: Version | None
+    digest: str
+    epoch: int
+    read: tuple[int, ...]
+    policy_offset: int
+    limits: tuple[int, ...]
+    frontier: tuple[int, ...]
+    settled: tuple[tuple[int, ...], ...]
+    open: tuple[Entry, ...] = ()
+    unread: dict[str, UNREAD] = {}
+    refunded: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    cancelled: tuple[str, ...] = ()
+    unpublished: tuple[tuple[Version, int], ...] = ()
+    num_admitted: int = 0
+    num_arrived: int = 0
+    counts: Counts = Counts()
+    policy_name: str = ""
+    policy: Any = None
+
+
+def fresh(
+    num_partitions: int,
+    *,
+    version: Version = FIRST_VERSION,
+    starts: Sequence[int] | None = None,
+) -> FeedState:
+    """The state of a run that has granted nothing. `starts`: first offset of each prompt partition
+    (what retention removed before the run is not granted)."""
+    first = tuple(starts) if starts is not None else (0,) * num_partitions
+    return FeedState(
+        version=version,
+        published=None,
+        digest="",
+        epoch=-1,
+        read=(0,) * num_partitions,
+        policy_offset=0,
+        limits=first,
+        frontier=first,
+        settled=((),) * num_partitions,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClosedStep:
+    """A full step: `records` in admission order, to be trained at `version` as step number `step`
+    (= version.number + 1). `snapshot` is the ledger right after it closed: what the checkpoint of
+    this step holds. `dropped` goes into its manifest."""
+
+    step: int
+    version: Version
+    records: tuple[Coordinate, ...]
+    dropped: tuple[str, ...]
+    snapshot: FeedState
