@@ -1,0 +1,149 @@
+"""The growing token ids of one trajectory's conversation: requests in, rows out.
+
+A conversation is a tree of turns. Each turn is a stretch of new ids (prompt, tool result, user;
+mask 0) followed by what the engine sampled (mask 1). A request that continues where an earlier turn
+ended takes that turn's exact ids, never ids of its text encoded again. It grows the same branch if
+nothing else continued there; otherwise, and where a template rewrites earlier turns, a new branch
+begins. Ids a branch shares with an earlier one are trained only in the earlier one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from connectors.engines.types import Completion
+from connectors.records import FinishReason, Segment
+
+NAN: Final = float("nan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One branch as arrays of T tokens; the fields are those of `Trajectory`."""
+
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.int8]
+    logprobs: NDArray[np.float32]
+    segments: tuple[Segment, ...]
+    turns: int
+    finish_reason: FinishReason
+    finished_at: float
+
+
+@dataclass(slots=True, eq=False)
+class End:
+    """Where a turn ended: `branch.ids[:length]`, which the template writes as `text`."""
+
+    branch: Branch
+    start: int  # of the turn's generated ids
+    length: int
+    text: str
+    order: int
+    finish_reason: FinishReason
+    finished_at: float
+    continued: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    ends: list[End] = field(default_factory=list)
+
+    def context(self, ids: Sequence[int]) -> None:
+        self.ids += ids
+        self.mask += [0] * len(ids)
+        self.logprobs += [NAN] * len(ids)
+
+    def generated(self, completion: Completion) -> None:
+        start = len(self.ids)
+        self.ids += completion.token_ids
+        self.mask += [1] * len(completion.token_ids)
+        self.logprobs += completion.logprobs
+        self.segments += [
+            Segment(s.start + start, s.end + start, s.incarnation, s.number)
+            for s in completion.segments
+        ]
+
+
+class Conversation:
+    """All branches of one trajectory, in the order they began."""
+
+    def __init__(self) -> None:
+        self._branches: list[Branch] = []
+        self._ends: list[End] = []
+
+    def continues(self, text: str) -> End | None:
+        """The latest turn whose whole conversation `text` begins with; None if there is none."""
+        fitting = [end for end in self._ends if text.startswith(end.text)]
+        return max(fitting, key=lambda end: (len(end.text), end.order), default=None)
+
+    @property
+    def tip(self) -> End | None:
+        """The turn that ended last."""
+        return self._ends[-1] if self._ends else None
+
+    def add(self, after: End | None, new_ids: Sequence[int], made: Completion, text: str) -> End:
+        """Records that `made` was sampled after `after`'s ids and `new_ids`; `text` is how the
+        template writes it all, the sampled part as it was sampled. Only finished requests get
+        here, so one that failed leaves no trace."""
+        if after is not None and after.length == len(after.branch.ids):
+            branch = after.branch
+        else:
+            branch = Branch()
+            self._branches.append(branch)
+            if after is not None:
+                branch.context(after.branch.ids[: after.length])
+        branch.context(new_ids)
+        start = len(branch.ids)
+        branch.generated(made)
+        if after is not None:
+            after.continued = True
+        end = End(branch, start, len(branch.ids), text, len(self._ends), made.finish_reason,
+                  time.time())  # fmt: skip
+        branch.ends.append(end)
+        self._ends.append(end)
+        return end
+
+    def rows(self) -> list[Row]:
+        """One row a branch. Of turns sampled from equal input the one that was continued stays,
+        or the newest if none was: the others are retries nobody built on."""
+        orphans = self._orphans()
+        rows = []
+        for branch in self._branches:
+            ends = [end for end in branch.ends if end not in orphans]
+            if ends:
+                rows.append(_row(branch, ends))
+        return rows
+
+    def _orphans(self) -> list[End]:
+        twins: dict[tuple[int, ...], list[End]] = {}
+        for end in self._ends:
+            twins.setdefault(tuple(end.branch.ids[: end.start]), []).append(end)
+        return [
+            end
+            for same in twins.values()
+            for end in same
+            if not end.continued and (any(e.continued for e in same) or end is not same[-1])
+        ]
+
+
+def _row(branch: Branch, ends: list[End]) -> Row:
+    length = ends[-1].length
+    return Row(
+        tokens=np.array(branch.ids[:length], np.int32),
+        loss_mask=np.array(branch.mask[:length], np.int8),
+        logprobs=np.array(branch.logprobs[:length], np.float32),
+        segments=tuple(s for s in branch.segments if s.end <= length),
+        turns=len(ends),
+        finish_reason=ends[-1].finish_reason,
+        finished_at=ends[-1].finished_at,
+    )

@@ -1,0 +1,203 @@
+"""The `llm` an agent holds: one trajectory's conversation with the engine, in exact ids.
+
+`chat` renders the messages as text, finds the latest earlier turn that text extends, and sends
+that turn's ids plus the encoded rest. A template that rewrites earlier turns (drops their
+thoughts, trims them) leaves no such turn, or only an earlier one: the conversation forks there.
+
+An agent may run on a loop other than the engine's; requests always run on the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+
+from connectors.engines.types import (
+    Completion,
+    Engine,
+    EngineError,
+    GenerateRequest,
+    Sampling,
+)
+from connectors.records import Prompt, Version
+from operators.agents import ContextFull, Message
+from operators.branches import Conversation, End, Row
+
+T = TypeVar("T")
+
+
+class Text(Protocol):
+    """The tokenizer's edge (`connectors.text.Text`; injected, because operators import no
+    connector)."""
+
+    vocab_size: int
+    stop_ids: tuple[int, ...]
+
+    def encode_prompt(self, prompt: Prompt) -> tuple[int, ...]: ...
+    def render(self, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> str: ...
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str: ...
+
+
+class TimeCap(RuntimeError):
+    """The engine ended a request at the trajectory's time cap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """What all requests of one trajectory share.
+
+    name      group_id/k, with the attempt when an agent is tried again: request ids begin with it
+    seed      of the trajectory; each request derives its own
+    attach    ask the engine first for a result it may still hold (work resubmitted after a crash)
+    deadline  time.monotonic() at the time cap, None = no cap
+    """
+
+    name: str
+    seed: int
+    sampling: Sampling
+    context_tokens: int
+    min_version: Version | None
+    attach: bool = False
+    deadline: float | None = None
+
+
+class EngineLLM:
+    """Implements `LLM`. Create it on the engine's loop; `prompt_ids` are what `generate` starts
+    from."""
+
+    def __init__(
+        self, engine: Engine, text: Text, session: Session, prompt_ids: Sequence[int]
+    ) -> None:
+        self._engine, self._text, self._session = engine, text, session
+        self._prompt_ids = tuple(prompt_ids)
+        self._loop = asyncio.get_running_loop()
+        self._conversation = Conversation()
+        self._num_requests = 0
+        self._in_flight: set[str] = set()
+        self.messages: list[dict[str, Any]] = []  # of the last chat, its answer included
+        self.full = False  # the context ended the trajectory
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **sampling: Any,
+    ) -> Message:
+        """The model's answer. ContextFull when the messages leave no room; ValueError when the
+        template refuses them; EngineError when the engine failed for good."""
+        written = self._text.render(messages, tools)
+        after = self._conversation.continues(written)
+        new_ids = self._text.encode(written[len(after.text) :] if after else written)
+        made = await self._complete(after, new_ids, sampling)
+        raw = self._text.decode(made.token_ids, special=True)
+        self._conversation.add(after, new_ids, made, written + raw)
+        message = Message(role="assistant", content=self._text.decode(self._unstopped(made)))
+        self.messages = [*(dict(m) for m in messages), dict(message)]
+        return message
+
+    async def generate(self, new_ids: Sequence[int], **sampling: Any) -> Completion:
+        """What follows the last turn (or the prompt) and `new_ids`. Errors as in `chat`."""
+        after = self._conversation.tip
+        added = [*(() if after else self._prompt_ids), *new_ids]
+        made = await self._complete(after, added, sampling)
+        before = after.text if after else ""
+        text = before + self._text.decode([*added, *made.token_ids], special=True)
+        self._conversation.add(after, added, made, text)
+        return made
+
+    def rows(self) -> list[Row]:
+        """What became of it: one row a branch; empty when nothing was generated."""
+        return self._conversation.rows()
+
+    async def cancel(self) -> None:
+        """Ends the requests in flight; call it on the engine's loop."""
+        for request_id in tuple(self._in_flight):
+            try:
+                await self._engine.cancel(request_id)
+            except EngineError:
+                continue  # it is gone, and the request with it
+
+    def _unstopped(self, made: Completion) -> Sequence[int]:
+        stopped = made.finish_reason == "stop" and made.token_ids
+        return made.token_ids[:-1] if stopped else made.token_ids
+
+    async def _complete(
+        self, after: End | None, new_ids: Sequence[int], overrides: Mapping[str, Any]
+    ) -> Completion:
+        ids = (*(after.branch.ids[: after.length] if after else ()), *new_ids)
+        room = self._session.context_tokens - len(ids)
+        if room <= 0:
+            self.full = True
+            raise ContextFull(f"{len(ids)} of {self._session.context_tokens} tokens are used")
+        sampling = self._sampling(overrides, room)
+        request = GenerateRequest(
+            request_id=self._request_id(ids),
+            token_ids=ids,
+            sampling=sampling,
+            min_version=self._session.min_version,
+            deadline_s=self._seconds_left(),
+        )
+        self._num_requests += 1
+        (made,) = await self._on_engine_loop(self._send(request))
+        if made.finish_reason == "cancelled":
+            raise TimeCap(f"request {request.request_id} was cancelled")
+        if made.finish_reason == "error":
+            raise EngineError(f"request {request.request_id} ended with an error")
+        return made
+
+    def _sampling(self, overrides: Mapping[str, Any], room: int) -> Sampling:
+        fields = msgspec.structs.asdict(self._session.sampling) | dict(overrides)
+        unknown = set(overrides) - {"max_tokens", "top_p", "stop_ids"}
+        if unknown - {"temperature"}:
+            raise ValueError(f"unknown sampling option {sorted(unknown)[0]}")
+        if fields["temperature"] != self._session.sampling.temperature:
+            raise ValueError(
+                f"temperature is the run's ({self._session.sampling.temperature}), because the "
+                f"trainer computes log-probs at it; got {fields['temperature']}"
+            )
+        fields["max_tokens"] = min(fields["max_tokens"], room)
+        fields["stop_ids"] = tuple(fields["stop_ids"])
+        fields["seed"] = derive_seed(self._session.seed, self._num_requests)
+        return Sampling(**fields)
+
+    def _request_id(self, ids: tuple[int, ...]) -> str:
+        digest = hashlib.blake2b(np.array(ids, np.int32).tobytes(), digest_size=8).hexdigest()
+        return f"{self._session.name}/{self._num_requests}/{digest}"
+
+    def _seconds_left(self) -> float | None:
+        if self._session.deadline is None:
+            return None
+        left = self._session.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeCap("the time cap has passed")
+        return left
+
+    async def _send(self, request: GenerateRequest) -> tuple[Completion, ...]:
+        self._in_flight.add(request.request_id)
+        if self._session.attach:
+            held = await self._engine.attach(request.request_id)
+            if held and all(c.finish_reason in ("stop", "length") for c in held):
+                self._in_flight.discard(request.request_id)
+                return held
+        made = await self._engine.generate(request)
+        self._in_flight.discard(request.request_id)  # one that failed may still run: `cancel` it
+        return made
+
+    async def _on_engine_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        if asyncio.get_running_loop() is self._loop:
+            return await work
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+
+def derive_seed(*parts: object) -> int:
+    """A 48-bit seed that depends on all parts, equal in every process."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big")

@@ -1,0 +1,227 @@
+"""Rewards: what a scorer sees (`Scored`), the built-in ones, and `Rewards`, which scores a group.
+
+A scorer is `score(sample, prompt) -> float | Mapping[str, float]`, async or plain. A mapping
+holds "reward"; its other keys become `reward_parts`. A scorer that raises, hangs or gives no
+finite number is tried again and then closes its whole group with the reason: an outage is never a
+zero."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import math
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from numbers import Real
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from connectors.records import Closed, Group, Prompt, Trajectory
+from operators.llm import Text
+from operators.user_code import TookTooLong, UserCode
+
+RETRY_PAUSE_S: Final = 0.2  # doubled each time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """One trajectory, decoded.
+
+    text      of the last turn the policy wrote, special tokens left out
+    messages  the whole conversation: the prompt's messages and what was said after them
+    """
+
+    trajectory: Trajectory
+    text: str
+    messages: tuple[Mapping[str, Any], ...]
+
+
+Scorer = Callable[[Scored, Prompt], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardTask:
+    """`retries` after the first failure; `timeout_s` bounds each call."""
+
+    score: Scorer
+    timeout_s: float = 30.0
+    retries: int = 2
+
+
+class MissingPackage(ImportError):
+    """A built-in scorer needs a package that is not installed."""
+
+
+# ---------------------------------------------------------------------------------- built-in
+# scorers
+def exact_match(sample: Scored, prompt: Prompt) -> float:
+    """1 if the text, stripped, is the prompt's `reward` as text."""
+    return float(sample.text.strip() == str(prompt.reward).strip())
+
+
+_NUMBER: Final = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+def numeric_match(sample: Scored, prompt: Prompt) -> float:
+    """1 if the last number in the text equals the prompt's `reward` (relative tolerance 1e-6).
+    ValueError when `reward` is no number."""
+    wanted = float(str(prompt.reward).replace(",", ""))
+    found = _NUMBER.findall(sample.text)
+    if not found:
+        return 0.0
+    return float(math.isclose(float(found[-1].replace(",", "")), wanted, rel_tol=1e-6))
+
+
+def reasoning_gym() -> Scorer:
+    """The scorer of reasoning-gym's data sets; the prompt's `reward` is {"dataset": NAME,
+    "entry": the generated entry}. MissingPackage without the package."""
+    try:
+        gym: Any = importlib.import_module("reasoning_gym")
+        extract: Any = importlib.import_module("reasoning_gym.utils").extract_answer
+    except ImportError as error:
+        raise MissingPackage(
+            "the reward reasoning-gym needs its package: pip install 'headwater[reasoning-gym]'"
+        ) from error
+
+    def reasoning_gym_score(sample: Scored, prompt: Prompt) -> float:
+        task = prompt.reward
+        if not isinstance(task, Mapping) or not {"dataset", "entry"} <= set(task):
+            raise ValueError("the prompt's reward is no {dataset, entry} of reasoning-gym")
+        answer = extract(sample.text) or sample.text.strip()
+        return float(gym.get_score_answer_fn(task["dataset"])(answer, task["entry"]))
+
+    return reasoning_gym_score
+
+
+BUILT_IN: Final[Mapping[str, Scorer]] = {
+    "exact_match": exact_match,
+    "numeric_match": numeric_match,
+}
+"""Pure and quick: called in place, without a thread."""
+
+
+# ------------------------------------------------------------------------------------ scoring a
+# group
+class _Unscored(Exception):
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Rewards:
+    """Use it on one event loop."""
+
+    def __init__(self, tasks: Mapping[str, RewardTask], text: Text, user_code: UserCode) -> None:
+        self._tasks, self._text, self._user_code = tasks, text, user_code
+
+    async def __call__(self, group: Group) -> Group | Closed:
+        """The group with every row's reward set, its trajectories scored side by side, or Closed
+        with the reason of the first that could not be. A trajectory that carries its agent's own
+        reward is not scored; one that forked is scored once, at its last turn, for all its
+        rows."""
+        task = self._tasks.get(group.task)
+        if task is None:
+            known = ", ".join(self._tasks)
+            return _closed(group, "unknown_task", f"the configuration has only {known}")
+        by_trajectory: dict[str, list[Trajectory]] = {}
+        for row in group.trajectories:
+            by_trajectory.setdefault(_without_branch(row), []).append(row)
+        under_way = [
+            asyncio.create_task(self._rows(task, rows, group.prompt))
+            for rows in by_trajectory.values()
+        ]
+        try:
+            scored = [row for rows in await asyncio.gather(*under_way) for row in rows]
+        except _Unscored as end:
+            return _closed(group, end.reason, str(end))
+        finally:
+            for one in under_way:
+                one.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+        return replace(group, trajectories=tuple(scored))
+
+    async def _rows(
+        self, task: RewardTask, rows: list[Trajectory], prompt: Prompt
+    ) -> list[Trajectory]:
+        if all(math.isfinite(row.reward) for row in rows):
+            return rows
+        last = max(rows, key=lambda row: row.finished_at)
+        sample = self.decoded(last, prompt)
+        for attempt in range(task.retries + 1):
+            if attempt:
+                await asyncio.sleep(RETRY_PAUSE_S * 2 ** (attempt - 1))
+            try:
+                reward, parts = _numbers(await self._score(task, sample, prompt))
+                return [replace(row, reward=reward, reward_parts=parts) for row in rows]
+            except _Unscored as error:
+                failure = error
+            except TookTooLong as error:
+                failure = _Unscored("reward_timeout", str(error))
+            except Exception as error:  # a scorer is foreign code: it raises anything
+                failure = _Unscored("reward_failed", f"{type(error).__name__}: {error}")
+        raise _Unscored(failure.reason, f"{last.trajectory_id}: {failure}")
+
+    async def _score(self, task: RewardTask, sample: Scored, prompt: Prompt) -> Any:
+        if task.score in BUILT_IN.values():
+            return task.score(sample, prompt)
+        return await self._user_code.run(
+            partial(task.score, sample, prompt), timeout_s=task.timeout_s
+        )
+
+    def decoded(self, row: Trajectory, prompt: Prompt) -> Scored:
+        """What a scorer is shown of `row`."""
+        text = self._text.decode(_last_turn(row))
+        said = row.metadata.get("messages")
+        after = msgspec.json.decode(said) if said else [{"role": "assistant", "content": text}]
+        asked = prompt.messages or [{"role": "user", "content": prompt.prompt or ""}]
+        return Scored(trajectory=row, text=text, messages=(*asked, *after))
+
+
+def _without_branch(row: Trajectory) -> str:
+    branch = row.metadata.get("branch")
+    return row.trajectory_id.removesuffix(f"/{branch}") if branch else row.trajectory_id
+
+
+def _last_turn(row: Trajectory) -> list[int]:
+    """Ids of the last stretch of generated tokens."""
+    written = np.flatnonzero(row.loss_mask)
+    if not len(written):
+        return []
+    gaps = np.flatnonzero(np.diff(written) > 1)
+    first = written[gaps[-1] + 1] if len(gaps) else written[0]
+    ids: list[int] = row.tokens[first : written[-1] + 1].tolist()
+    return ids
+
+
+def _numbers(made: Any) -> tuple[float, dict[str, float]]:
+    """Reward and parts of what a scorer returned; _Unscored unless all are finite in float32."""
+    if isinstance(made, Mapping):
+        if "reward" not in made:
+            raise _Unscored("reward_nan", f"the mapping has no reward, only {sorted(made)}")
+        parts = {str(name): _number(value) for name, value in made.items() if name != "reward"}
+        return _number(made["reward"]), parts
+    return _number(made), {}
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, np.generic | np.ndarray) and value.ndim == 0:
+        value = value.item()
+    if not isinstance(value, Real):
+        raise _Unscored("reward_nan", f"{value!r:.100} is no number")
+    with np.errstate(over="ignore"):
+        number = float(np.float32(float(value)))  # as the record holds it
+    if not math.isfinite(number):
+        raise _Unscored("reward_nan", f"{value!r:.100} is not finite")
+    return number
+
+
+def _closed(group: Group, reason: str, message: str) -> Closed:
+    return Closed(
+        group_id=group.group_id, reason=reason, message=message[:2000], task=group.task,
+        closed_at=time.time(),
+    )  # fmt: skip

@@ -1,0 +1,285 @@
+"""The rollout operator: a prompt record in, its terminal out (`Group` or `Closed`).
+
+    record ─▶ parse ─▶ n agents side by side, each with an `llm` of its own ─▶ rows ─▶ Group
+                └─ malformed, unknown task, too long: dead letter + Closed
+
+One coroutine a record, exactly one terminal a call. What is the data's or the user's fault closes
+the group with a reason; an engine outage waits inside the engine client; anything else is a
+broken invariant and raises."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import isfinite
+from typing import Final
+
+import msgspec
+
+from connectors.engines.types import Engine, EngineError, Sampling
+from connectors.records import Closed, Group, Origin, Prompt, Trajectory, Version, decode_as
+from operators.agents import BUILT_IN, Agent, ContextFull, Outcome, Tools
+from operators.llm import EngineLLM, Session, Text, TimeCap, derive_seed
+from operators.user_code import TookTooLong, UserCode
+
+AGENT_RETRIES: Final = 2
+RETRY_PAUSE_S: Final = 0.1  # doubled each time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentTask:
+    agent: Agent
+    group_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """`sampling.stop_ids` empty means the tokenizer's. `time_cap_s` bounds a group's whole
+    rollout."""
+
+    seed: int
+    sampling: Sampling
+    context_tokens: int
+    time_cap_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """Why the record's bytes go to `dead-letters`: one of DEAD_LETTER_CODES, and the details."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rolled:
+    terminal: Group | Closed
+    dead_letter: DeadLetter | None = None
+
+
+class BadRecord(Exception):
+    """The record can never be rolled out."""
+
+    def __init__(self, code: str, reason: str, message: str, task: str = "") -> None:
+        super().__init__(message)
+        self.code, self.reason, self.task = code, reason, task
+
+
+class _Close(Exception):
+    """The group ends untrained."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class _Job:
+    """One group under way. `llms` are those with requests that may be in flight."""
+
+    group_id: str
+    origin: Origin
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+    task: AgentTask
+    min_version: Version | None
+    attach: bool
+    deadline: float | None
+    created_at: float
+    llms: list[EngineLLM] = field(default_factory=list)
+
+
+class Rollout:
+    """Use it on the engine's event loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        tasks: Mapping[str, AgentTask],
+        engine: Engine,
+        text: Text,
+        user_code: UserCode,
+        tools: Tools | None = None,
+    ) -> None:
+        stops = settings.sampling.stop_ids or text.stop_ids
+        self._sampling = msgspec.structs.replace(settings.sampling, stop_ids=tuple(stops))
+        self._settings, self._tasks, self._engine, self._text = settings, tasks, engine, text
+        self._user_code, self._tools = user_code, tools or Tools()
+
+    async def __call__(
+        self,
+        value: bytes | None,
+        origin: Origin,
+        min_version: Version | None,
+        resubmitted: bool = False,
+    ) -> Rolled:
+        """The terminal of the prompt at `origin`. `value` None: the broker holds no record there.
+        `resubmitted` work asks the engine for what an earlier process had begun."""
+        if value is None:
+            return Rolled(_closed(origin, "no_record", "the log holds no record at this offset"))
+        try:
+            prompt, ids = self.parse(value)
+        except BadRecord as bad:
+            closed = _closed(origin, bad.reason, str(bad), bad.task)
+            return Rolled(closed, DeadLetter(bad.code, str(bad)))
+        cap = self._settings.time_cap_s
+        job = _Job(
+            str(origin), origin, prompt, ids, self._tasks[prompt.task], min_version, resubmitted,
+            None if cap is None else time.monotonic() + cap, time.time(),
+        )  # fmt: skip
+        try:
+            async with asyncio.timeout(cap):
+                rows = await self._together(job)
+        except _Close as end:
+            closed = _closed(origin, end.reason, str(end), prompt.task)
+        except TimeoutError:
+            message = f"the rollout took longer than {cap:g} s"
+            closed = _closed(origin, "time_cap", message, prompt.task)
+        else:
+            return Rolled(Group(group_id=job.group_id, prompt=prompt, trajectories=tuple(rows)))
+        # Not when this coroutine is itself cancelled: the next process attaches to its requests.
+        for llm in job.llms:
+            await llm.cancel()
+        return Rolled(closed)
+
+    def parse(self, value: bytes) -> tuple[Prompt, tuple[int, ...]]:
+        """The prompt and its ids; BadRecord with the dead letter's code and the group's
+        reason."""
+        try:
+            prompt: Prompt = decode_as(value, Prompt)
+        except msgspec.ValidationError as error:
+            raise BadRecord("bad_prompt", "malformed", str(error)) from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadRecord("not_json", "malformed", str(error)) from error
+        if prompt.task not in self._tasks:
+            known = ", ".join(self._tasks)
+            message = f"the configuration has no task {prompt.task!r}; it has {known}"
+            raise BadRecord("unknown_task", "unknown_task", message, prompt.task)
+        try:
+            ids = self._text.encode_prompt(prompt)
+        except ValueError as error:
+            raise BadRecord("bad_prompt", "malformed", str(error), prompt.task) from error
+        if len(ids) >= self._settings.context_tokens:
+            message = (
+                f"the prompt has {len(ids)} tokens and the context {self._settings.context_tokens}"
+            )
+            raise BadRecord("too_long", "too_long", message, prompt.task)
+        return prompt, ids
+
+    async def _together(self, job: _Job) -> list[Trajectory]:
+        """All trajectories of the group; the first failure ends the others."""
+        under_way = [
+            asyncio.create_task(self._trajectory(job, k)) for k in range(job.task.group_size)
+        ]
+        try:
+            return [row for rows in await asyncio.gather(*under_way) for row in rows]
+        finally:
+            for one in under_way:
+                one.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+
+    async def _trajectory(self, job: _Job, k: int) -> list[Trajectory]:
+        """The rows of trajectory k, the agent tried again when it raises; _Close otherwise."""
+        for attempt in range(AGENT_RETRIES + 1):
+            llm = EngineLLM(
+                self._engine, self._text, self._session(job, k, attempt), job.prompt_ids
+            )
+            job.llms.append(llm)
+            try:
+                outcome = await self._run_agent(job, llm)
+                return _trajectories(job, k, llm, outcome)
+            except _Close:
+                raise
+            except TimeCap as error:
+                raise _Close("time_cap", str(error)) from error
+            except EngineError as error:
+                raise _Close("engine_failed", str(error)) from error
+            except TookTooLong as error:
+                raise _Close("agent_failed", str(error)) from error
+            except Exception as error:  # an agent is foreign code: it raises anything
+                failure = f"{type(error).__name__}: {error}"
+            await llm.cancel()
+            await asyncio.sleep(RETRY_PAUSE_S * 2**attempt)
+        raise _Close("agent_failed", f"{AGENT_RETRIES + 1} attempts, the last: {failure}")
+
+    async def _run_agent(self, job: _Job, llm: EngineLLM) -> Outcome | None:
+        agent = job.task.agent
+        try:
+            if agent in BUILT_IN.values():
+                outcome = await agent(job.prompt, llm, self._tools)
+            else:
+                outcome = await self._user_code.run(partial(agent, job.prompt, llm, self._tools))
+        except ContextFull as error:
+            if not llm.rows():
+                raise _Close("too_long", str(error)) from error
+            return None
+        if outcome is not None and not isinstance(outcome, Outcome):
+            raise TypeError(f"an agent returns Outcome or None, not {type(outcome).__name__}")
+        return outcome
+
+    def _session(self, job: _Job, k: int, attempt: int) -> Session:
+        again = f".{attempt}" if attempt else ""
+        return Session(
+            name=f"{job.group_id}/{k}{again}",
+            seed=derive_seed(self._settings.seed, job.group_id, k, attempt),
+            sampling=self._sampling,
+            context_tokens=self._settings.context_tokens,
+            min_version=job.min_version,
+            attach=job.attach,
+            deadline=job.deadline,
+        )
+
+
+def check_agent(agent: Callable[..., object]) -> None:
+    """TypeError unless `agent` is an async function: it has to await the llm."""
+    if not inspect.iscoroutinefunction(inspect.unwrap(agent)):
+        raise TypeError("an agent is an `async def rollout(prompt, llm, tools)`")
+
+
+def _trajectories(job: _Job, k: int, llm: EngineLLM, outcome: Outcome | None) -> list[Trajectory]:
+    rows = llm.rows()
+    if not rows:
+        raise RuntimeError("the agent generated nothing")
+    reward = outcome.reward if outcome is not None else None
+    if reward is not None and not isfinite(reward):
+        raise _Close("reward_nan", f"the agent gave itself reward {reward}")
+    metadata = {str(a): str(b) for a, b in (outcome.metadata if outcome else {}).items()}
+    if sum(row.turns for row in rows) > 1:
+        metadata["messages"] = _transcript(job.prompt, llm.messages)
+    return [
+        Trajectory(
+            trajectory_id=f"{job.group_id}/{k}" + (f"/{b}" if b else ""),
+            group_id=job.group_id,
+            task=job.prompt.task,
+            tokens=row.tokens,
+            loss_mask=row.loss_mask,
+            logprobs=row.logprobs,
+            segments=row.segments,
+            origin=job.origin,
+            reward=float("nan") if reward is None else float(reward),
+            turns=row.turns,
+            finish_reason="length" if llm.full and b == len(rows) - 1 else row.finish_reason,
+            created_at=job.created_at,
+            finished_at=row.finished_at,
+            metadata=metadata | ({"branch": str(b)} if b else {}),
+        )
+        for b, row in enumerate(rows)
+    ]
+
+
+def _transcript(prompt: Prompt, messages: Sequence[Mapping[str, object]]) -> str:
+    """What was said after the prompt's own messages, as JSON: for scorers and eyes, never
+    trained."""
+    said = len(prompt.messages) if prompt.messages is not None else 1
+    return msgspec.json.encode(messages[said:]).decode()
+
+
+def _closed(origin: Origin, reason: str, message: str, task: str = "") -> Closed:
+    return Closed(
+        group_id=str(origin), reason=reason, message=message[:2000], task=task,
+        closed_at=time.time(),
+    )  # fmt: skip
