@@ -1,9 +1,9 @@
 """The one file that imports kafka-python's client: producer, reader and topic administration.
 
-Every client here rides out a broker restart: it retries until `unavailable_s` has passed and then raises
-`BrokerUnavailable`. A reader never skips: an offset that retention removed raises `OffsetGone`. No consumer
-groups: partitions are assigned and offsets live in the reader's own checkpoint. None of the classes is
-thread-safe; give each thread its own.
+Every client here rides out a broker restart: it retries until `unavailable_s` has passed and
+then raises `BrokerUnavailable`. A reader never skips: an offset that retention removed raises
+`OffsetGone`. No consumer groups: partitions are assigned, and offsets live in the reader's own
+checkpoint. None of the classes is thread-safe; give each thread its own.
 """
 
 from __future__ import annotations
@@ -42,24 +42,33 @@ class OffsetGone(KafkaFailure):
     """The offset is below the partition's start (retention passed it) or beyond its end."""
 
 
+class NoRecord(OffsetGone):
+    """The offset lies in the log, which holds no record there (control record, compacted one)."""
+
+
 class RecordTooLarge(KafkaFailure):
     """Larger than the topic or the client allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """How to reach the log. `namespace` prefixes each topic: topic("prompts") = "headwater.prompts"."""
+    """How to reach the log. `namespace` prefixes each topic: topic("prompts") is
+    "headwater.prompts". `security` holds kafka-python's security_*, sasl_* and ssl_* settings."""
 
     bootstrap_servers: str
     namespace: str = "headwater."
     max_message_bytes: int = 64 << 20
-    security: Mapping[str, str] = field(
-        default_factory=dict
-    )  # kafka-python's security_* / sasl_* / ssl_*
+    security: Mapping[str, str] = field(default_factory=dict)
     unavailable_s: float = 60.0
 
     def topic(self, name: str) -> str:
         return self.namespace + name
+
+    @property
+    def largest_record_bytes(self) -> int:
+        """Of key, value, headers and framing. The topics' limit is on compressed batches, and what
+        does not compress grows a little (zstd: 3 bytes in 128 KiB)."""
+        return self.max_message_bytes - (self.max_message_bytes >> 12) - 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +83,11 @@ class Record:
 
 
 class Producer:
-    """Idempotent, acks=all. `send` returns at once; `flush` raises the first delivery error and returns
-    the offsets of everything sent since the last flush, in order.
+    """Idempotent, acks=all. `send` returns at once; `flush` raises the first delivery error and
+    returns the offsets of everything sent since the last flush, in order.
 
-    After an error nothing is in flight, but what failed may still have been written when the answer was
-    lost: read the log back before sending it again."""
+    After an error nothing is in flight, but what failed may still have been written when only
+    the answer was lost: read the log back before sending it again."""
 
     def __init__(self, cluster: Cluster, *, compression: str | None = "zstd") -> None:
         self._cluster = cluster
@@ -92,9 +101,9 @@ class Producer:
                 acks="all",
                 enable_idempotence=True,
                 compression_type=compression,
-                batch_size=256 << 10,
+                batch_size=min(256 << 10, cluster.max_message_bytes // 2),
                 linger_ms=0,
-                max_request_size=cluster.max_message_bytes,
+                max_request_size=cluster.largest_record_bytes,
                 delivery_timeout_ms=max(int(cluster.unavailable_s * 1000), request_ms + 1),
                 max_block_ms=max(int(cluster.unavailable_s * 1000), 1),
                 allow_auto_create_topics=False,
@@ -117,16 +126,15 @@ class Producer:
                 topic, value=value, key=key, headers=pairs, partition=partition
             )
         except kafka_errors.KafkaError as error:
-            raise _translated(
-                error, self._cluster, f"cannot write to {topic}/{partition}"
-            ) from error
+            what = f"cannot write to {topic}/{partition}"
+            raise _translated(error, self._cluster, what) from error
         self._pending.append(future)
 
     def flush(self) -> list[int]:
         pending, self._pending = self._pending, []
         if not pending:
             return []
-        # Every batch resolves by its delivery time-out; the slack only covers the thread that says so.
+        # Every batch resolves by its delivery time-out; the slack covers the thread saying so.
         deadline = time.monotonic() + self._cluster.unavailable_s + 30.0
         offsets: list[int] = []
         first: Exception | None = None
@@ -158,13 +166,13 @@ class Producer:
 
 
 class Reader:
-    """Reads some partitions of one topic (its full name) from given offsets, without a consumer group.
+    """Reads some partitions of one topic (its full name) from given offsets.
 
-    `poll` returns what is there (possibly nothing) within `timeout_s`, at most `max_records`, in offset
-    order a partition. `positions` are the next offsets; they pass offsets that hold no record.
-    `seek` moves one partition. `read_at` returns the record at exactly that offset, leaving positions
-    unchanged (OffsetGone if there is none).
-    `ends`/`starts` are the log end (next offset to be written) and start offsets, asked from the broker.
+    `poll` returns what is there (possibly nothing) within `timeout_s`, at most `max_records`, in
+    offset order a partition. `positions` are the next offsets; they pass offsets that hold no
+    record. `seek` moves one partition. `read_at` returns the record at exactly that offset,
+    leaving positions unchanged (OffsetGone if there is none). `ends`/`starts` are the log end
+    (next offset to be written) and start offsets, asked from the broker.
     """
 
     def __init__(self, cluster: Cluster, topic: str, offsets: Mapping[int, int]) -> None:
@@ -173,7 +181,8 @@ class Reader:
         self._partitions = {p: TopicPartition(topic, p) for p in sorted(offsets)}
         self._points: Any = None  # a second consumer: point reads must not disturb the positions
         self._point: tuple[int, int] | None = None  # partition, next offset of the second consumer
-        self._away_since: float | None = None
+        self._away_s = 0.0
+        self._polled_at = 0.0
         self._consumer: Any = self._open(FETCH_BYTES, FETCH_WAIT_MS)
         known = _ride_out(cluster, topic, lambda _: self._consumer.partitions_for_topic(topic))
         missing = [p for p in self._partitions if p not in known]
@@ -189,21 +198,19 @@ class Reader:
             self.seek(partition, offset)
 
     def poll(self, timeout_s: float = 0.0, max_records: int = 500) -> list[Record]:
-        """OffsetGone when a position is not in the log; BrokerUnavailable when no connection to it was
-        up for `unavailable_s`."""
+        """OffsetGone when a position is not in the log; BrokerUnavailable when no connection was
+        up for `unavailable_s` of polling."""
         found = self._poll(self._consumer, timeout_s, max_records)
-        if found:
-            self._away_since = None
-        else:
-            self._watch_connection(self._consumer)
+        self._watch_connection(bool(found))
         return found
 
     def read_at(self, partition: int, offset: int) -> Record:
         if self._points is None:
             # One batch an answer: a point read must not fetch the log behind it.
             self._points = self._open(1, 5)
+        where = TopicPartition(self._topic, partition)
+        place = f"{self._topic}/{partition}/{offset}"
         if self._point != (partition, offset):
-            where = TopicPartition(self._topic, partition)
             if self._point is None or self._point[0] != partition:
                 self._points.assign([where])
             self._points.seek(where, offset)
@@ -215,14 +222,14 @@ class Reader:
                 break
             if attempt % POINT_READ_TRIES == POINT_READ_TRIES - 1:
                 if offset >= self._offsets([partition], end=True)[partition]:
-                    raise OffsetGone(f"{self._topic}/{partition}/{offset} is not written yet")
-                if self._points.position(TopicPartition(self._topic, partition)) > offset:
-                    raise OffsetGone(f"{self._topic}/{partition}/{offset} holds no record")
+                    raise OffsetGone(f"{place} is not written yet")
+                if self._points.position(where) > offset:
+                    raise NoRecord(f"{place} holds no record")
             if time.monotonic() > deadline:
-                raise BrokerUnavailable(f"{self._topic}/{partition}/{offset} cannot be read")
+                raise BrokerUnavailable(f"{place}: {_unanswered(self._cluster)}")
         self._point = (partition, found[0].offset + 1)
         if found[0].offset != offset:
-            raise OffsetGone(f"{self._topic}/{partition}/{offset} holds no record")
+            raise NoRecord(f"{place} holds no record")
         return found[0]
 
     def seek(self, partition: int, offset: int) -> None:
@@ -276,10 +283,9 @@ class Reader:
         where, offset = next(iter(offsets.items()))
         start = self._offsets([where.partition], end=False)[where.partition]
         end = self._offsets([where.partition], end=True)[where.partition]
-        return OffsetGone(
-            f"{where.topic}/{where.partition}/{offset} is not in the log, which holds {start} to {end}: "
-            + ("retention passed it" if offset < start else "the log is shorter than it was")
-        )
+        why = "retention passed it" if offset < start else "nothing is written there"
+        place = f"{where.topic}/{where.partition}/{offset}"
+        return OffsetGone(f"{place} is not in the log, which holds {start} to {end}: {why}")
 
     def _offsets(self, partitions: Sequence[int], *, end: bool) -> dict[int, int]:
         where = [TopicPartition(self._topic, p) for p in partitions]
@@ -289,22 +295,24 @@ class Reader:
         )
         return {w.partition: offset for w, offset in found.items()}
 
-    def _watch_connection(self, consumer: Any) -> None:
-        """An empty poll looks the same at the log's end and without a broker; the connection tells."""
-        if consumer._manager.least_used_connections():  # the connections that are up
-            self._away_since = None
+    def _watch_connection(self, answered: bool) -> None:
+        """An empty poll looks the same at the log's end and without a broker; connections tell.
+        Only time spent polling counts: an idle connection may rightly be closed."""
+        now, last = time.monotonic(), self._polled_at
+        self._polled_at = now
+        if answered or self._consumer._manager.least_used_connections():  # those that are up
+            self._away_s = 0.0
             return
-        now = time.monotonic()
-        if self._away_since is None:
-            self._away_since = now
-        elif now - self._away_since > self._cluster.unavailable_s:
+        self._away_s += min(now - last, 1.0)
+        if self._away_s > self._cluster.unavailable_s:
             raise BrokerUnavailable(_unanswered(self._cluster))
 
 
 def ensure_topics(cluster: Cluster, partitions: Mapping[str, int]) -> None:
-    """Creates the topics that are missing (names without namespace); KafkaFailure if one exists with
-    another partition count. Returns once every topic can be read and written."""
-    limit = {"max.message.bytes": str(cluster.max_message_bytes)}
+    """Creates the topics that are missing (names without namespace); KafkaFailure if one exists
+    with another partition count. Returns once every topic can be read and written. What is kept
+    is decided by those who read it, so the broker removes nothing by age."""
+    limits = {"max.message.bytes": str(cluster.max_message_bytes), "retention.ms": "-1"}
 
     def attempt(admin: Any) -> None:
         existing = _counts(admin, cluster)
@@ -312,7 +320,7 @@ def ensure_topics(cluster: Cluster, partitions: Mapping[str, int]) -> None:
             cluster.topic(name): {
                 "num_partitions": count,
                 "replication_factor": -1,
-                "configs": limit,
+                "configs": limits,
             }
             for name, count in partitions.items()
             if name not in existing

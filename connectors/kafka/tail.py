@@ -1,7 +1,8 @@
 """The `policy` topic as a fold: what the trainer announced, with fenced trainers left out.
 
-A `Begin` raises the epoch; from there on, by position, announcements of lower epochs are void. Every stage
-that obeys grants reads `policy` through this, so all of them agree on which trainer speaks."""
+A `Begin` raises the epoch; from there on, by position, announcements of lower epochs are void.
+Every stage that obeys grants reads `policy` through this, so all of them agree on which trainer
+speaks."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ class PolicyTail:
         self._reader = Reader(cluster, cluster.topic("policy"), {0: offset})
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[int, Announcement]]:
-        """What was announced since the last call, with its offset in `policy`; empty at once when there
-        is nothing new. A record that is none of `policy` is a broken invariant: msgspec.DecodeError or
-        ValueError."""
+        """What was announced since the last call, with its offset in `policy`; empty at once when
+        there is nothing new. A record that is none of `policy` is a broken invariant:
+        msgspec.DecodeError or ValueError."""
         found: list[tuple[int, Announcement]] = []
         for record in self._reader.poll(timeout_s):
             self.position = record.offset + 1
@@ -41,7 +42,8 @@ class PolicyTail:
         return found
 
     def end(self) -> int:
-        """The end offset of `policy` now: once `position` reaches it, `latest` is what held at the call."""
+        """The end offset of `policy` now: once `position` reaches it, `latest` is what held at the
+        call."""
         return self._reader.ends()[0]
 
     def close(self) -> None:

@@ -1,0 +1,133 @@
+"""Long work beside a bytewax worker: one coroutine an item, on an asyncio loop in a thread.
+
+    source ─(key = partition)─▶ on_batch: submit ──▶ loop thread: work(item) ──▶ completions
+                                on_notify: drain ◀───────── every poll_s while work is pending
+                                snapshot: offsets in flight, never payloads
+
+Nothing here limits what is in flight: the source's grants do. A restarted worker reads the items in
+flight again by their offsets and submits them anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Generic, TypeVar
+
+from bytewax.operators import StatefulBatchLogic
+
+from connectors.kafka.source import STOP, Item, StopFlag
+from connectors.records import Origin, Version
+
+X = TypeVar("X")
+InFlight = tuple[int, int, tuple[int, int] | None]
+"""Partition, offset, min_version (incarnation, number)."""
+
+_loop: asyncio.AbstractEventLoop | None = None
+_loop_lock = threading.Lock()
+
+
+def work_loop() -> asyncio.AbstractEventLoop:
+    """This process's loop for work, on a daemon thread, started at the first call."""
+    global _loop
+    with _loop_lock:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, name="work", daemon=True).start()
+        return _loop
+
+
+class AsyncWork(Generic[X]):
+    """The builder for `op.stateful_batch(step, items, AsyncWork(...))`, whose keys are partitions.
+
+    work     one coroutine an item; its outputs go downstream as `(key, output)`. Data it cannot
+             handle it turns into outputs: an exception is a broken invariant, raised in the worker
+    refetch  (partition, offset) -> Item, for what a dead worker had in flight (`ItemReader`)
+    poll_s   how often completions are looked for while work is pending
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Item], Awaitable[Sequence[X]]],
+        refetch: Callable[[int, int], Item],
+        poll_s: float = 0.005,
+        *,
+        stop: StopFlag = STOP,
+    ) -> None:
+        self._work, self._refetch, self._poll_s, self._stop = work, refetch, poll_s, stop
+
+    def __call__(self, resume_state: tuple[InFlight, ...] | None) -> AsyncLogic[X]:
+        logic = AsyncLogic(self._work, self._poll_s, self._stop)
+        for partition, offset, version in resume_state or ():
+            item = self._refetch(partition, offset)
+            min_version = Version(*version) if version is not None else None
+            logic.submit(replace(item, min_version=min_version, resubmitted=True))
+        return logic
+
+
+class AsyncLogic(StatefulBatchLogic, Generic[X]):  # type: ignore[misc]
+    def __init__(
+        self, work: Callable[[Item], Awaitable[Sequence[X]]], poll_s: float, stop: StopFlag
+    ) -> None:
+        self._work, self._poll_s, self._stop = work, poll_s, stop
+        self._in_flight: dict[Origin, Item] = {}
+        self._done: deque[tuple[Item, Future[Sequence[X]]]] = deque()  # filled by the loop's thread
+        self._some_done = threading.Event()
+
+    def submit(self, item: Item) -> None:
+        self._in_flight[item.origin] = item
+        future = asyncio.run_coroutine_threadsafe(self._run(item), work_loop())
+        future.add_done_callback(lambda finished: self._finished(item, finished))
+
+    def on_batch(self, values: list[Item]) -> tuple[list[X], bool]:
+        for item in values:
+            self.submit(item)
+        return self._drain(), StatefulBatchLogic.RETAIN
+
+    def on_notify(self) -> tuple[list[X], bool]:
+        return self._drain(), StatefulBatchLogic.RETAIN
+
+    def on_eof(self) -> tuple[list[X], bool]:
+        """Stopping: what is in flight stays in the snapshot. Else the input ended: finish it."""
+        outputs = self._drain()
+        while self._in_flight and not self._stop.is_set():
+            self._some_done.wait(self._poll_s)
+            outputs += self._drain()
+        return outputs, StatefulBatchLogic.RETAIN
+
+    def notify_at(self) -> datetime | None:
+        now = datetime.now(UTC)
+        if self._done:
+            return now
+        return now + timedelta(seconds=self._poll_s) if self._in_flight else None
+
+    def snapshot(self) -> tuple[InFlight, ...]:
+        return tuple(
+            (item.origin.partition, item.origin.offset, _pair(item.min_version))
+            for item in self._in_flight.values()
+        )
+
+    async def _run(self, item: Item) -> Sequence[X]:
+        return await self._work(item)
+
+    def _finished(self, item: Item, future: Future[Sequence[X]]) -> None:
+        self._done.append((item, future))
+        self._some_done.set()
+
+    def _drain(self) -> list[X]:
+        self._some_done.clear()
+        outputs: list[X] = []
+        while self._done:
+            item, future = self._done.popleft()
+            outputs += future.result()
+            del self._in_flight[item.origin]
+        return outputs
+
+
+def _pair(version: Version | None) -> tuple[int, int] | None:
+    return None if version is None else (version.incarnation, version.number)

@@ -1,0 +1,213 @@
+"""bytewax sources over a topic: `(str(partition), Item)`, one source part a partition.
+
+A granted source obeys the trainer: it reads `policy` itself and emits no offset at or above its
+partition's limit. Which offsets are still being worked on is not its business (the async operator's
+snapshot has them); its own snapshot is offsets only. An offset the broker skipped comes out as an
+item without a record, so that every granted offset reaches its terminal.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from bytewax.inputs import FixedPartitionedSource, StatefulSourcePartition
+
+from connectors.kafka.client import (
+    Cluster,
+    KafkaFailure,
+    NoRecord,
+    OffsetGone,
+    Reader,
+    Record,
+    partition_counts,
+)
+from connectors.kafka.tail import PolicyTail
+from connectors.records import Origin, Version
+
+MAX_BATCH = 100
+"""Items one call emits: the worker must get back to its other operators."""
+IDLE_S: Final = (0.002, 0.025)
+"""Pause after an empty call, doubled up to the second: an idle source costs about 1% of a core."""
+
+StopFlag = threading.Event
+STOP: Final = StopFlag()
+"""Set by the SIGTERM handler: sources end, the snapshot is written, the process exits 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """`record` None: the broker holds none at this offset. `min_version`: of the first announcement
+    that granted the offset; None where nothing is granted. `resubmitted`: a dead worker had it in
+    flight."""
+
+    origin: Origin
+    record: Record | None
+    min_version: Version | None = None
+    resubmitted: bool = False
+
+
+SourceState = tuple[int, int, int, int]
+"""Next offset to emit; offset of `policy` to read again from; epoch and limit before that."""
+
+
+class LogSource(FixedPartitionedSource):  # type: ignore[misc]
+    """`topic` without namespace. A new run starts at the log's start, a resumed one where it
+    stopped."""
+
+    def __init__(
+        self, cluster: Cluster, topic: str, *, granted: bool, stop: StopFlag = STOP
+    ) -> None:
+        self._cluster, self._topic, self._granted, self._stop = cluster, topic, granted, stop
+
+    def list_parts(self) -> list[str]:
+        count = partition_counts(self._cluster, [self._topic]).get(self._topic)
+        if count is None:
+            raise KafkaFailure(f"topic {self._cluster.topic(self._topic)} does not exist")
+        return [str(partition) for partition in range(count)]
+
+    def build_part(
+        self, step_id: str, for_part: str, resume_state: SourceState | None
+    ) -> SourcePart:
+        topic, partition = self._cluster.topic(self._topic), int(for_part)
+        reader = Reader(self._cluster, topic, {partition: 0})
+        if resume_state is None:
+            resume_state = (reader.starts()[partition], 0, -1, 0)
+        grants = _Grants(self._cluster, partition, resume_state) if self._granted else None
+        return SourcePart(reader, topic, partition, resume_state[0], grants, self._stop)
+
+
+class SourcePart(StatefulSourcePartition):  # type: ignore[misc]
+    def __init__(
+        self,
+        reader: Reader,
+        topic: str,
+        partition: int,
+        position: int,
+        grants: _Grants | None,
+        stop: StopFlag,
+    ) -> None:
+        self._reader, self._topic, self._partition = reader, topic, partition
+        self._position = position  # the next offset to emit
+        self._grants = grants
+        self._stop = stop
+        self._ahead: deque[Record] = deque()  # fetched, not emitted
+        self._idle_s = 0.0
+        start, end = reader.starts()[partition], reader.ends()[partition]
+        if not start <= position <= end:
+            raise OffsetGone(
+                f"{topic}/{partition}: cannot resume at offset {position}, the log holds {start} "
+                f"to {end}. Retention or a new log removed what was not processed: raise the "
+                "topic's retention, and delete the run's recovery folder to start from what is left"
+            )
+        reader.seek(partition, position)
+
+    def next_batch(self) -> list[tuple[str, Item]]:
+        """Never blocks; empty when nothing is granted or nothing is there yet."""
+        if self._stop.is_set():
+            raise StopIteration
+        items = [(str(self._partition), item) for item in self._emit()]
+        shortest_s, longest_s = IDLE_S
+        self._idle_s = 0.0 if items else min(max(2 * self._idle_s, shortest_s), longest_s)
+        return items
+
+    def next_awake(self) -> datetime | None:
+        return datetime.now(UTC) + timedelta(seconds=self._idle_s)
+
+    def snapshot(self) -> SourceState:
+        if self._grants is None:
+            return (self._position, 0, -1, 0)
+        return (self._position, *self._grants.resume_from())
+
+    def close(self) -> None:
+        self._reader.close()
+        if self._grants is not None:
+            self._grants.close()
+
+    def _emit(self) -> Iterator[Item]:
+        last = self._position + MAX_BATCH
+        if self._grants is not None:
+            last = min(last, self._grants.limit())
+        if last <= self._position:
+            return
+        if not self._ahead:
+            self._ahead.extend(self._reader.poll(0.0, last - self._position))
+        # Without a record ahead, offsets the reader has passed hold none.
+        passed = self._reader.positions()[self._partition]
+        while self._position < last:
+            following = self._ahead[0].offset if self._ahead else passed
+            if self._position < following:
+                yield self._item(None)
+            elif self._ahead:
+                yield self._item(self._ahead.popleft())
+            else:
+                return
+
+    def _item(self, record: Record | None) -> Item:
+        offset = self._position
+        version = self._grants.version_of(offset) if self._grants is not None else None
+        self._position += 1
+        return Item(
+            origin=Origin(self._topic, self._partition, offset), record=record, min_version=version
+        )
+
+
+class _Grants:
+    """The limits announced for one partition, as far as offsets below them are to be emitted."""
+
+    def __init__(self, cluster: Cluster, partition: int, state: SourceState) -> None:
+        self._position, policy_offset, epoch, self._limit = state
+        self._partition = partition
+        self._tail = PolicyTail(cluster, offset=policy_offset, epoch=epoch)
+        # (limit, version, offset in `policy`, epoch, limit before), ascending
+        self._open: deque[tuple[int, Version, int, int, int]] = deque()
+
+    def limit(self) -> int:
+        """Absolute offset below which prompts are granted now. It never falls: a grant is kept."""
+        for offset, announcement in self._tail.poll():
+            limit = announcement.limits[self._partition]
+            if limit > self._limit:
+                grant = (limit, announcement.version, offset, announcement.epoch, self._limit)
+                self._open.append(grant)
+                self._limit = limit
+        return self._limit
+
+    def version_of(self, offset: int) -> Version:
+        """Offsets are asked for in ascending order, each below `limit()`."""
+        self._position = offset + 1
+        while self._open[0][0] <= offset:
+            self._open.popleft()
+        return self._open[0][1]
+
+    def resume_from(self) -> tuple[int, int, int]:
+        """Where a restarted source must read `policy` from to know the same limits and versions."""
+        for limit, _, policy_offset, epoch, before in self._open:
+            if limit > self._position:
+                return (policy_offset, epoch, before)
+        return (self._tail.position, self._tail.epoch, self._limit)
+
+    def close(self) -> None:
+        self._tail.close()
+
+
+class ItemReader:
+    """`refetch` of an async operator: the item at one offset again, after a restart. `topic`
+    without namespace; one thread. OffsetGone when retention passed the offset in the meantime."""
+
+    def __init__(self, cluster: Cluster, topic: str) -> None:
+        self._cluster, self._topic = cluster, cluster.topic(topic)
+        self._reader: Reader | None = None
+
+    def __call__(self, partition: int, offset: int) -> Item:
+        if self._reader is None:
+            self._reader = Reader(self._cluster, self._topic, {partition: 0})
+        record: Record | None
+        try:
+            record = self._reader.read_at(partition, offset)
+        except NoRecord:
+            record = None
+        return Item(origin=Origin(self._topic, partition, offset), record=record)
