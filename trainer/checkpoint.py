@@ -1,5 +1,4 @@
-"""A folder of checkpoints, each whole or not there: a staging folder is filled, one rename publishes
-it.
+"""A folder of checkpoints, each whole or not there: staged aside, published by rename.
 
     STORE/step-00000012/state/...      what the caller's `write` put there
     STORE/step-00000012/meta           the caller's bytes: offsets, ledger, whatever goes with it
@@ -71,8 +70,9 @@ class CheckpointStore:
     def __init__(
         self, url: str | Path, *, keep: int = 2, at: Callable[[str], None] | None = None
     ) -> None:
-        """`keep` newest checkpoints stay, older ones are removed after a save. `at` is called with the
-        name of each stage a save passes (tests crash there). ConfigError for a bad URL."""
+        """`keep` checkpoints, the one just saved and those before it, stay after a save. `at` is
+        called with the name of each stage a save passes: tests crash there. ConfigError for a bad
+        URL."""
         self.path = local_folder(str(url))
         self._keep = keep
         self._at = at or (lambda stage: None)
@@ -95,8 +95,8 @@ class CheckpointStore:
 
     def save(self, step: int, write: Callable[[Path], None], meta: bytes) -> None:
         """Makes the checkpoint of `step` from what `write` puts into the folder it is given, and
-        `meta`. An earlier checkpoint of the same step is replaced. CheckpointFailed when it cannot be
-        written: nothing of it stays, earlier ones are untouched."""
+        `meta`. An earlier checkpoint of the same step is replaced. CheckpointFailed when it cannot
+        be written: nothing of it stays, earlier ones are untouched."""
         staging = self.path / f".staging-{uuid.uuid4().hex}"
         try:
             self._stage(staging, step, write, meta)
@@ -108,7 +108,7 @@ class CheckpointStore:
             ) from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-        self._retire()
+        self._retire(step)
         self._at("done")
 
     def _stage(self, staging: Path, step: int, write: Callable[[Path], None], meta: bytes) -> None:
@@ -135,8 +135,8 @@ class CheckpointStore:
         final = self._folder(step)
         old = self.path / f".old-{final.name}"
         if final.exists():
-            # A folder cannot be renamed onto another. Killed between the two renames, `clean` puts the
-            # old one back.
+            # A folder cannot be renamed onto another. After a kill between the two renames, `clean`
+            # puts the old one back.
             shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
             self._at("set_aside")
@@ -150,11 +150,12 @@ class CheckpointStore:
         self._at("renamed")
         shutil.rmtree(old, ignore_errors=True)
 
-    def _retire(self) -> None:
-        """Removes all but the newest `keep`, and damaged ones older than those."""
-        kept = self.steps()[-self._keep :]
+    def _retire(self, saved: int) -> None:
+        """Removes what is older than the newest `keep` up to `saved`, damaged ones too. Later steps
+        are of a run that went another way; they say nothing about which of ours to keep."""
+        kept = [step for step in self.steps() if step <= saved][-self._keep :]
         for step in self._listed():
-            if kept and step < kept[0]:
+            if step < kept[0]:
                 gone = self.path / f".retired-{step}-{uuid.uuid4().hex}"
                 self._folder(step).rename(gone)
                 self._at("retiring")
