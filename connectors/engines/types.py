@@ -1,5 +1,5 @@
-"""What an engine is: token ids in; ids, log-probs and version segments out. Two real implementations:
-`hf` (transformers, in a process of its own behind HTTP) and `vllm`."""
+"""What an engine is: token ids in; ids, log-probs and version segments out. Two real
+implementations: `hf` (transformers, in a process of its own behind HTTP) and `vllm`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from connectors.records import FinishReason, Segment, Version
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """temperature 0 = greedy. `seed`: sample k of a request uses seed + k; None = not reproducible."""
+    """temperature 0 = greedy. `seed`: sample k of a request uses seed + k; None = not
+    reproducible."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -21,8 +22,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`request_id` includes a digest of the input ids, so a re-sent request attaches only to its own
-    work. Nothing is generated below `min_version`; after `deadline_s` the partials come back as
+    """`request_id` includes a digest of the input ids, so a re-sent request attaches only to its
+    own work. Nothing is generated below `min_version`; after `deadline_s` the partials come back as
     `cancelled`."""
 
     request_id: str
@@ -66,8 +67,8 @@ class RequestRefused(EngineError):
 
 
 class EngineUnavailable(EngineError):
-    """The engine cannot be reached, or it answers that it is going away: an outage, no verdict on the
-    request."""
+    """The engine cannot be reached, or it answers that it is going away: an outage, no verdict on
+    the request."""
 
 
 class EngineStartError(RuntimeError):

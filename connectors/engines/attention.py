@@ -1,0 +1,71 @@
+"""Attention over a packed batch, one sequence at a time: what continuous batching runs on CPU.
+
+The stock `sdpa` path of transformers attends over all sequences' keys at once under one dense mask
+[batch tokens, cached tokens]: its work grows with the square of the number of sequences and a row's
+result depends, in its last bits, on its neighbours. Here each sequence attends over its own keys
+only. Flash attention does the same on GPUs, so this is used on CPU alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+
+NAME = "headwater_segments"
+
+
+def register() -> str:
+    """Makes the attention known to transformers; returns the name to set on a model."""
+    AttentionInterface.register(NAME, segment_attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    return NAME
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
+def segment_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [1, heads, tokens, dim], key and value [1, KV heads, tokens, dim] of the packed new
+    tokens; the paged cache adds the earlier ones. Returns [1, tokens, heads, dim]."""
+    key, value = cache.update(
+        key_states=key,
+        value_states=value,
+        layer_idx=module.layer_idx,
+        kwargs=kwargs,
+    )
+    ends_q = kwargs["cu_seq_lens_q"].tolist()
+    ends_k = kwargs["cu_seq_lens_k"].tolist()
+    out = torch.empty_like(query)
+    grouped = query.shape[1] != key.shape[1]
+    for i in range(len(ends_q) - 1):
+        q, k = slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
+        num_q, num_k = q.stop - q.start, k.stop - k.start
+        mask = None
+        if 1 < num_q < num_k:  # the rest of a prompt whose first part is in the cache
+            mask = torch.ones(num_q, num_k, dtype=torch.bool, device=query.device).tril(
+                num_k - num_q
+            )
+        out[:, :, q] = scaled_dot_product_attention(
+            query[:, :, q],
+            key[:, :, k],
+            value[:, :, k],
+            attn_mask=mask,
+            scale=scaling,
+            is_causal=num_q > 1 and num_q == num_k,
+            enable_gqa=grouped,
+        )
+    return out.transpose(1, 2).contiguous(), None

@@ -1,0 +1,233 @@
+"""The `hf` engine as a process: its HTTP interface and its role entry point.
+
+    POST /generate   GenerateRequest -> [Completion]         GET /state    EngineState
+    POST /attach     {request_id}    -> [Completion] | null  GET /health   200 unless it is dying
+    POST /cancel     {request_id}    -> [Completion]         GET /metrics  Prometheus text
+    POST /weights/join | update | relabel | fence            see connectors.weights.wire
+
+Errors are {error, kind}: 400 "refused" never succeeds, 500 "error" may be sent again, 503
+"unavailable" is no verdict on the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from pydantic import ValidationError
+
+from connectors.config import Config, ConfigError
+from connectors.engines.decoder import Decoder, DecoderOptions, load_model
+from connectors.engines.hf import HfEngine
+from connectors.engines.metrics import EngineMetrics
+from connectors.engines.swap import WeightSwap
+from connectors.engines.types import (
+    EngineError,
+    EngineStartError,
+    EngineUnavailable,
+    GenerateRequest,
+    RequestRefused,
+)
+from connectors.engines.wire import ErrorBody, RequestId
+from connectors.run_dir import RunDir
+from connectors.weights import (
+    FenceRequest,
+    JoinRequest,
+    RelabelRequest,
+    UpdateRequest,
+    WeightsError,
+    WeightsReceiver,
+)
+
+MAX_BODY_BYTES = 64 << 20
+CLOSE_S = 2.0  # how long requests get to write their last answer at the end
+
+B = TypeVar("B")
+Reply = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class EngineServer:
+    """The routes over one engine."""
+
+    def __init__(self, engine: HfEngine, swap: WeightSwap) -> None:
+        self._engine = engine
+        self._swap = swap
+        self._registry = CollectorRegistry()
+        self._registry.register(
+            EngineMetrics(engine.state_now, swap.update_durations, swap.pause_durations)
+        )
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+        app.add_routes(
+            [
+                web.post("/generate", self.generate),
+                web.post("/attach", self.attach),
+                web.post("/cancel", self.cancel),
+                web.get("/state", self.state),
+                web.get("/health", self.health),
+                web.get("/metrics", self.metrics),
+                web.post("/weights/join", self._weights(JoinRequest, self._swap.join)),
+                web.post("/weights/update", self._weights(UpdateRequest, self._swap.update)),
+                web.post("/weights/relabel", self._weights(RelabelRequest, self._swap.relabel)),
+                web.post("/weights/fence", self._weights(FenceRequest, self._swap.fence)),
+            ]
+        )
+        return app
+
+    async def generate(self, request: web.Request) -> web.Response:
+        return _json(await self._engine.generate(await _body(request, GenerateRequest)))
+
+    async def attach(self, request: web.Request) -> web.Response:
+        body = await _body(request, RequestId)
+        return _json(await self._engine.attach(body.request_id))
+
+    async def cancel(self, request: web.Request) -> web.Response:
+        body = await _body(request, RequestId)
+        return _json(await self._engine.cancel(body.request_id))
+
+    async def state(self, _: web.Request) -> web.Response:
+        return _json(await self._engine.state())
+
+    async def health(self, _: web.Request) -> web.Response:
+        if self._engine.fatal is not None:
+            raise EngineUnavailable(self._engine.fatal)
+        return _json({"status": "ok"})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        text = generate_latest(self._registry)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    def _weights(self, kind: type[B], work: Callable[[B], Any]) -> Reply:
+        """A blocking weights operation, beside the loop."""
+
+        async def reply(request: web.Request) -> web.Response:
+            body = await _body(request, kind)
+            # Shielded: a sender that hangs up must not leave the operation half observed.
+            done = await asyncio.shield(asyncio.to_thread(work, body))
+            return _json({} if done is None else done)
+
+        return reply
+
+
+async def _body(request: web.Request, kind: type[B]) -> B:
+    try:
+        return msgspec.json.decode(await request.read(), type=kind)
+    except msgspec.MsgspecError as error:
+        raise RequestRefused(f"the body is no {kind.__name__}: {error}") from error
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(value), status=status, content_type="application/json"
+    )
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Reply) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RequestRefused as error:
+        return _json(ErrorBody(error=str(error), kind="refused"), 400)
+    except EngineUnavailable as error:
+        return _json(ErrorBody(error=str(error), kind="unavailable"), 503)
+    except EngineError as error:
+        return _json(ErrorBody(error=str(error), kind="error"), 500)
+    except WeightsError as error:
+        return web.Response(body=error.body(), status=error.status, content_type="application/json")
+
+
+def serve_engine(config: Config, run_dir: RunDir, name: str, port: int = 0) -> None:
+    """Serves `config.model.path` until SIGTERM or SIGINT; registers `name` in `run_dir` once it
+    listens (loopback; port 0 takes a free one). EngineStartError when it cannot start, ConfigError
+    for wrong `engine.options`, RuntimeError when the decoder dies."""
+    options = _options(config)
+    os.environ.setdefault("OMP_NUM_THREADS", str(options.num_threads))
+    import torch
+
+    torch.set_num_threads(options.num_threads)
+    device = "cuda" if config.engine.num_gpus > 0 and torch.cuda.is_available() else "cpu"
+    model = load_model(config.resolve(config.model.path), config.model.dtype, device)
+    decoder = Decoder(
+        model,
+        max_running=config.engine.max_running,
+        context_tokens=_context_tokens(config, model),
+        options=options,
+    )
+    swap = WeightSwap(decoder, WeightsReceiver(dict(model.named_parameters())))
+    engine = HfEngine(decoder, swap, max_running=config.engine.max_running)
+    asyncio.run(_serve(engine, EngineServer(engine, swap).app(), run_dir, name, port))
+
+
+def _options(config: Config) -> DecoderOptions:
+    try:
+        return DecoderOptions(**config.engine.options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        known = ", ".join(DecoderOptions.model_fields)
+        raise ConfigError(
+            f"engine.options.{where}: {first['msg'].lower()}, got {first['input']!r}; "
+            f"known here: {known}"
+        ) from error
+
+
+def _context_tokens(config: Config, model: Any) -> int:
+    """What the configuration says, or less where the model has fewer positions."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    wanted = config.model.context_tokens
+    return wanted if limit is None else min(wanted, int(limit))
+
+
+async def _serve(
+    engine: HfEngine, app: web.Application, run_dir: RunDir, name: str, port: int
+) -> None:
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[str | None] = loop.create_future()
+
+    def end(reason: str | None = None) -> None:
+        if not ended.done():
+            ended.set_result(reason)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    engine.start(on_fatal=end)
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S
+    )
+    await runner.setup()
+    try:
+        url = await _listen(runner, port)
+        run_dir.register(name, url=url)
+        print(f"{name} serves {url}", flush=True)
+        reason = await _ended(engine, ended)
+    finally:
+        engine.close()
+        await runner.cleanup()
+    if reason is not None:
+        raise RuntimeError(reason)
+
+
+async def _listen(runner: web.AppRunner, port: int) -> str:
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+    except OSError as error:
+        raise EngineStartError(f"port {port}: cannot be listened on: {error.strerror}") from error
+    return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+
+async def _ended(engine: HfEngine, ended: asyncio.Future[str | None]) -> str | None:
+    """Waits for a signal or the decoder's death, which it also sees when no callback told of it."""
+    while True:
+        done, _ = await asyncio.wait([ended], timeout=1.0)
+        if done:
+            return ended.result()
+        if not engine.decoding:
+            return engine.fatal or "the decode thread ended"

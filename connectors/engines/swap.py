@@ -1,0 +1,108 @@
+"""Weights taken by a running decoder: received beside the generation, installed between two decode
+steps. Which version the engine holds, and whether it may decode at all, is decided here.
+
+An interrupted update leaves no whole version: decoding is then held between two steps (sequences
+keep their tokens) until the next version is in.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from connectors.engines.decoder import Decoder
+from connectors.engines.metrics import Durations
+from connectors.records import Version
+from connectors.weights import (
+    Ack,
+    FenceRequest,
+    JoinRequest,
+    RelabelRequest,
+    Staged,
+    UpdateRequest,
+    WeightsReceiver,
+)
+
+
+class WeightSwap:
+    """Methods block and may run on any threads but the decode thread and the asyncio loop's.
+    `on_version` is called from those threads after every change of `version`. Errors are
+    WeightsErrors."""
+
+    def __init__(self, decoder: Decoder, receiver: WeightsReceiver) -> None:
+        self._decoder = decoder
+        self._receiver = receiver
+        self._lock = threading.Lock()
+        self._hold = ExitStack()  # the pause kept while there is no whole version
+        self._held = False
+        self.on_version: Callable[[], None] = lambda: None
+        self.update_durations = Durations()
+        self.pause_durations = Durations()
+
+    @property
+    def version(self) -> Version | None:
+        return None if self._held else self._receiver.version
+
+    @property
+    def digest(self) -> str:
+        return self._receiver.digest
+
+    @property
+    def epoch(self) -> int:
+        return self._receiver.epoch
+
+    def join(self, request: JoinRequest) -> None:
+        self._receiver.join(request)
+
+    def fence(self, request: FenceRequest) -> None:
+        self._receiver.fence(request)
+
+    def update(self, request: UpdateRequest) -> Ack:
+        """Receives one version and installs it."""
+        started = time.monotonic()
+        try:
+            staged = self._receiver.receive(request)
+            ack = self._install(staged)
+        except BaseException:
+            self._hold_without_version()
+            raise
+        self.update_durations.add(time.monotonic() - started)
+        self.on_version()
+        return ack
+
+    def _install(self, staged: Staged) -> Ack:
+        with self._lock, self._decoder.paused():
+            started = time.monotonic()
+            ack = self._receiver.apply(staged)
+            self._decoder.sampler.version = ack.version
+            self._decoder.restart()
+            self._release()
+            self.pause_durations.add(time.monotonic() - started)
+        return ack
+
+    def relabel(self, request: RelabelRequest) -> Ack:
+        """The same weights under another version: nothing is copied or recomputed."""
+        with self._lock:
+            ack = self._receiver.relabel(request)
+            self._decoder.sampler.version = ack.version
+            self._release()
+        self.on_version()
+        return ack
+
+    def _hold_without_version(self) -> None:
+        with self._lock:
+            if self._receiver.version is None and not self._held and self._decoder.alive:
+                self._hold.enter_context(self._decoder.paused())
+                self._held = True
+        self.on_version()
+
+    def _release(self) -> None:
+        self._held = False
+        self._hold.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._release()
+        self._receiver.close()

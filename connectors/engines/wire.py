@@ -1,0 +1,18 @@
+"""Bodies of the engine's HTTP interface that are no type of the engine itself; both sides use
+them."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RequestId(msgspec.Struct, frozen=True, kw_only=True):
+    request_id: str
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`kind`: "refused" (never succeeds), "error" (may be sent again), "unavailable" (an
+    outage)."""
+
+    error: str
+    kind: str = "error"
