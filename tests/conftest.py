@@ -1,0 +1,43 @@
+"""Shared fixtures. Services are real processes on the loopback, started and stopped here."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from connectors.kafka.client import Cluster
+from tests.broker_process import BrokerProcess
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
+    """One embedded broker for all tests; none of them stops it or counts on other tests' topics."""
+    process = BrokerProcess(tmp_path_factory.mktemp("broker") / "data")
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def own_broker(tmp_path: Path) -> Iterator[BrokerProcess]:
+    """A broker for one test, which may kill, pause and restart it."""
+    process = BrokerProcess(tmp_path / "own-broker")
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def cluster(broker: BrokerProcess) -> Cluster:
+    """The shared broker under a namespace that no other test uses."""
+    return Cluster(bootstrap_servers=broker.bootstrap, namespace=f"test-{uuid.uuid4().hex[:12]}.")
+
+
+@pytest.fixture
+def own_cluster(own_broker: BrokerProcess) -> Cluster:
+    """The test's own broker."""
+    return Cluster(bootstrap_servers=own_broker.bootstrap)
