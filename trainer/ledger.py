@@ -113,7 +113,8 @@ class FeedCore:
         cancels = tuple(
             c for c in self.policy.cancel(state, ledger) if c.group_id not in self._cancelled
         )
-        if version == self.published and limits == tuple(self.limits) and not cancels:
+        said = (self.published, self.digest, self.epoch, tuple(self.limits))
+        if said == (version, digest, epoch, limits) and not cancels:
             return None
         return Announcement(
             epoch=epoch,
@@ -425,6 +426,10 @@ class FeedCore:
         settled = counts["trained"] + counts["closed"]
         balance = counts["granted"] - settled - len(self.open)
         return {**counts, "open": len(self.open), "credit_balance": balance}
+
+    @property
+    def num_dropped(self) -> int:
+        return self._counts["dropped"]
 
     def is_settled(self, partition: int, offset: int) -> bool:
         return offset in self._frontiers[partition]

@@ -1,0 +1,158 @@
+"""`steps`, the trainer's write-ahead log: epochs, manifests and who may still write them.
+
+Which manifests count (`chain`), by position in the log alone:
+* a `Begin` opens a new epoch: its own offset;
+* a manifest counts if its epoch is that of the latest `Begin` before it. One that a fenced trainer
+  managed to write after a newer `Begin` is void;
+* step numbers run on: the manifest of step s follows that of s - 1, across epochs too. A trainer
+  that recovers from checkpoint c re-executes the manifests after c and writes none of them again;
+  the next one it writes is that of the last step + 1. So a step number is once on the chain.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterable, Iterator
+
+from connectors.kafka.client import Cluster, Producer, Reader
+from connectors.records import Begin, Manifest, StepRecord, decode_as, encode
+
+PARTITION = 0
+
+
+class Fenced(RuntimeError):
+    """A newer trainer has begun: this one must stop, nothing it writes counts any more."""
+
+
+class ChainBroken(ValueError):
+    """A manifest that counts does not follow the one before it."""
+
+
+def chain(records: Iterable[tuple[int, StepRecord]]) -> list[Manifest]:
+    """The manifests that count, in step order, from `(offset, record)` pairs in offset order.
+    ChainBroken where a step number is missing or appears twice.
+
+    The log may have been trimmed: its first manifests then stand without their `Begin`, and the
+    highest epoch among them is the one that counted (the lower ones were fenced by a `Begin` in the
+    trimmed part). A whole log, from offset 0, starts at the first `Begin`'s resumed step + 1.
+    """
+    counted: list[Manifest] = []
+    epoch, begun = -1, False
+    last: int | None = None
+    for offset, record in records:
+        if isinstance(record, Begin):
+            epoch, begun = offset, True
+            if offset == 0:
+                last = record.resumed_step
+            continue
+        if not begun and record.epoch > epoch:
+            counted, epoch, last = [], record.epoch, None
+        if record.epoch != epoch:
+            continue
+        if last is not None and record.step != last + 1:
+            raise ChainBroken(
+                f"steps/{offset} is the manifest of step {record.step}; the chain's last is {last}"
+            )
+        counted.append(record)
+        last = record.step
+    return counted
+
+
+class StepLog:
+    """One trainer's access to `steps`. Not thread-safe; the trainer's main loop owns it.
+
+    epoch  of this trainer once it has begun, else None
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.epoch: int | None = None
+        self._cluster = cluster
+        self._topic = cluster.topic("steps")
+        self._producer = Producer(cluster)
+        self._tail: Reader | None = None
+        self._last_step: int | None = None
+
+    def begin(self, resumed_step: int) -> int:
+        """Opens an epoch that fences every trainer before this one, in `steps` and in `policy`, and
+        returns it. `resumed_step`: of the checkpoint this trainer starts from, 0 without one."""
+        begin = Begin(
+            epoch=None,
+            writer=f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}",
+            resumed_step=resumed_step,
+            started_at=time.time(),
+        )
+        epoch = self._producer.append(self._topic, PARTITION, encode(begin))
+        spoken = Begin(
+            epoch=epoch,
+            writer=begin.writer,
+            resumed_step=resumed_step,
+            started_at=begin.started_at,
+        )
+        self._producer.append(self._cluster.topic("policy"), PARTITION, encode(spoken))
+        if self._tail is not None:
+            self._tail.close()
+        self._tail = Reader(self._cluster, self._topic, {PARTITION: epoch + 1})
+        counted = self.manifests()
+        self._last_step = counted[-1].step if counted else resumed_step
+        if self._last_step < resumed_step:
+            raise ChainBroken(
+                f"the checkpoint is of step {resumed_step}, but the last manifest in {self._topic} "
+                f"is of step {self._last_step}: the log is not the one it was written with"
+            )
+        self.epoch = epoch
+        return epoch
+
+    def append(self, manifest: Manifest) -> int:
+        """Writes the manifest and reads it back: its offset. Once this returns the step counts.
+
+        Fenced if a newer `Begin` lies before it. ChainBroken, and nothing written, unless it is the
+        manifest of this epoch's next step."""
+        if self.epoch is None or self._tail is None or self._last_step is None:
+            raise RuntimeError("append before begin")
+        if manifest.epoch != self.epoch or manifest.step != self._last_step + 1:
+            raise ChainBroken(
+                f"the manifest of step {manifest.step} in epoch {manifest.epoch} cannot follow "
+                f"step {self._last_step} in epoch {self.epoch}"
+            )
+        offset = self._producer.append(self._topic, PARTITION, encode(manifest))
+        for at, record in self._read_to(self._tail, offset):
+            if isinstance(record, Begin):
+                raise Fenced(
+                    f"trainer {record.writer} began epoch {at}; epoch {self.epoch} is fenced and "
+                    f"its step {manifest.step} does not count"
+                )
+        self._last_step = manifest.step
+        return offset
+
+    def manifests(self, after_step: int = 0) -> list[Manifest]:
+        """The chain as it is in the log now, from step `after_step` + 1 on."""
+        return [m for m in chain(read_steps(self._cluster)) if m.step > after_step]
+
+    def close(self) -> None:
+        self._producer.close()
+        if self._tail is not None:
+            self._tail.close()
+
+    def _read_to(self, reader: Reader, offset: int) -> Iterator[tuple[int, StepRecord]]:
+        """Everything not read yet, up to `offset`, which is known to be written."""
+        while reader.positions()[PARTITION] <= offset:
+            # One record a poll: what lies behind `offset` stays for the next read-back.
+            for record in reader.poll(0.5, max_records=1):
+                yield record.offset, decode_as(record.value, StepRecord)
+
+
+def read_steps(cluster: Cluster) -> Iterator[tuple[int, StepRecord]]:
+    """All of `steps` up to its end at the call, for `chain`."""
+    reader = Reader(cluster, cluster.topic("steps"), {PARTITION: 0})
+    try:
+        end = reader.ends()[PARTITION]
+        reader.seek(PARTITION, reader.starts()[PARTITION])
+        while reader.positions()[PARTITION] < end:
+            for record in reader.poll(0.5, max_records=500):
+                if record.offset < end:
+                    yield record.offset, decode_as(record.value, StepRecord)
+    finally:
+        reader.close()
