@@ -1,0 +1,142 @@
+"""One step's mathematics, the same for live training, recovery and replay: groups in, new weights
+and metrics out. A function of (engine state, groups, micro-batches, seed) and the configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from connectors.config import Config, ConfigError
+from connectors.records import Group, Trajectory, Version
+from trainer import batches
+from trainer.advantages import ESTIMATORS, advantage
+from trainer.engine import TrainingEngine
+from trainer.losses import CORRECTIONS, LOSSES
+
+GROUP_ESTIMATORS: Final = frozenset({"grpo"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Execution:
+    """micro_batches  as executed, for the manifest
+    skipped        why the optimizer did not step, or None
+    metrics        by name, seconds included as `seconds/NAME`
+    """
+
+    micro_batches: tuple[tuple[int, ...], ...]
+    skipped: str | None
+    metrics: Mapping[str, float]
+
+
+def check(config: Config) -> None:
+    """ConfigError for names or combinations the trainer does not have."""
+    trainer = config.trainer
+    for key, value, known in (
+        ("advantage", trainer.advantage, ESTIMATORS),
+        ("loss", trainer.loss, LOSSES),
+        ("correction", trainer.correction, CORRECTIONS),
+    ):
+        if value not in known:
+            raise ConfigError(f"trainer.{key}: {value!r} is unknown; known: {', '.join(known)}")
+    if trainer.advantage in GROUP_ESTIMATORS:
+        for name, task in config.tasks.items():
+            if task.group_size < 2:
+                raise ConfigError(
+                    f"tasks.{name}.group_size: {trainer.advantage} compares the trajectories of a "
+                    f"group, so it needs at least 2, got {task.group_size}"
+                )
+
+
+def training_engine(config: Config) -> TrainingEngine:
+    """The engine a configuration asks for, holding the initial model: the state before step 1."""
+    return TrainingEngine(
+        config.resolve(config.model.path),
+        config.trainer,
+        config.model,
+        config.sampling.temperature,
+    )
+
+
+def execute(
+    engine: TrainingEngine,
+    groups: Sequence[Group],
+    config: Config,
+    seed: int,
+    micro_batches: Sequence[Sequence[int]] | None = None,
+) -> Execution:
+    """Trains one step on `groups`, in order. `micro_batches`: a manifest's, to execute it again;
+    None cuts them by `trainer.max_tokens_per_microbatch`."""
+    trainer = config.trainer
+    rows = batches.flatten(groups)
+    if micro_batches is None:
+        micro_batches = batches.assign(rows, trainer.max_tokens_per_microbatch)
+    samples = np.array([_sample(t) for group in groups for t in group.trajectories], np.int64)
+    advantages = advantage(
+        trainer.advantage,
+        rewards=rows.rewards,
+        groups=rows.groups,
+        mask=rows.masks,
+        samples=samples,
+    )
+    result = engine.step(rows, micro_batches, advantages, seed)
+    seconds = {f"seconds/{name}": value for name, value in result.seconds.items()}
+    return Execution(
+        micro_batches=tuple(tuple(batch) for batch in micro_batches),
+        skipped=result.skipped,
+        metrics={**result.metrics, **seconds},
+    )
+
+
+def untrainable(group: Group, advantage_name: str) -> str | None:
+    """Why `group` cannot be trained, or None: what the feed asks of each group before it may enter
+    a step, so that a bad record closes its group instead of stopping the trainer."""
+    try:
+        batches.flatten([group])
+    except batches.BadTrajectory as error:
+        return str(error)
+    if any(len(t.tokens) == 0 for t in group.trajectories):
+        return "a trajectory without tokens"
+    samples: dict[int, float] = {}
+    for trajectory in group.trajectories:
+        if samples.setdefault(_sample(trajectory), trajectory.reward) != trajectory.reward:
+            return f"branches of {trajectory.trajectory_id} differ in reward"
+    if advantage_name in GROUP_ESTIMATORS and len(samples) < 2:
+        return f"{advantage_name} needs at least two trajectories a group, got {len(samples)}"
+    return None
+
+
+def staleness(groups: Sequence[Group], version: Version) -> dict[str, float]:
+    """mean, p99 and max over the trained tokens of version - token's version, in versions, for a
+    step that trains at `version`; empty without trained tokens."""
+    ages, counts = [], []
+    for age, count in _ages(groups, version):
+        ages.append(age)
+        counts.append(count)
+    if not ages:
+        return {}
+    order = np.argsort(ages)
+    sorted_ages, cumulated = np.array(ages)[order], np.cumsum(np.array(counts)[order])
+    at = int(np.searchsorted(cumulated, math.ceil(0.99 * cumulated[-1])))
+    return {
+        "mean": float(np.average(ages, weights=counts)),
+        "p99": float(sorted_ages[at]),
+        "max": float(sorted_ages[-1]),
+    }
+
+
+def _ages(groups: Sequence[Group], version: Version) -> Iterator[tuple[int, int]]:
+    for group in groups:
+        for trajectory in group.trajectories:
+            for segment in trajectory.segments:
+                count = int(trajectory.loss_mask[segment.start : segment.end].sum())
+                if count:
+                    yield version.number - segment.number, count
+
+
+def _sample(trajectory: Trajectory) -> int:
+    """k of `GROUP/k` or `GROUP/k/branch`: branches of one sample share it."""
+    return int(trajectory.trajectory_id.removeprefix(trajectory.group_id + "/").split("/")[0])

@@ -1,0 +1,197 @@
+"""The trainer role: recover, then take, train, record, publish, checkpoint, for ever.
+
+    feed.take() ──▶ execute ──▶ manifest to `steps`, read back ──▶ publisher (background)
+         ▲                                   │                          │ engines hold it
+         │                                   └──▶ checkpoint            ▼
+         └────────────────── grants on `policy` ◀── feed.published(version, digest)
+
+A step counts once its manifest is read back; only then are its weights published and checkpointed,
+so a fenced trainer publishes nothing. The loop waits in `take` alone: publishing and granting go on
+beside it in threads of their own, whose deaths surface here.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from contextlib import ExitStack, closing
+from typing import Final
+
+import msgspec
+
+from connectors.config import Config
+from connectors.kafka.locate import cluster as locate
+from connectors.records import Manifest, Version
+from connectors.run_dir import RunDir
+from trainer.checkpoint import CheckpointStore
+from trainer.engine import TrainingEngine
+from trainer.execute import Execution, check, execute, staleness, training_engine, untrainable
+from trainer.feed import Feed, StepInput, configured_policy
+from trainer.publish import Publisher
+from trainer.recovery import CheckpointMeta, Recovered, recover
+from trainer.step_log import StepLog
+from trainer.tensorboard import Curves
+
+log = logging.getLogger(__name__)
+
+TAKE_S: Final = 0.5
+"""How long the loop waits in `take` before it looks for a request to stop."""
+
+
+def train(config: Config, run_dir: RunDir, stop: threading.Event | None = None) -> None:
+    """Runs the trainer until `trainer.num_steps` or SIGTERM (which ends it after the step at hand).
+    ConfigError, Fenced, ReexecutionDiffers, CheckpointFailed, BrokerUnavailable end it."""
+    check(config)
+    policy = configured_policy(config)
+    stop = stop or _until_terminated()
+    cluster = locate(config, run_dir)
+    store = CheckpointStore(
+        config.checkpoint.url or run_dir.checkpoints, keep=config.checkpoint.keep
+    )
+    store.clean()
+    run_dir.register("trainer")
+    with ExitStack() as open_parts:
+        engine = open_parts.enter_context(closing(training_engine(config)))
+        steps = open_parts.enter_context(closing(StepLog(cluster)))
+        recovered = recover(config, cluster, engine, store, steps)
+        log.info("epoch %d continues after step %d", recovered.epoch, recovered.step)
+        feed = Feed(
+            cluster,
+            policy,
+            state=recovered.state,
+            epoch=recovered.epoch,
+            batch_size=config.trainer.groups_per_step,
+            group_size=max(task.group_size for task in config.tasks.values()),
+            manifests=recovered.manifests,
+            admit=lambda group: untrainable(group, config.trainer.advantage),
+        )
+        open_parts.callback(feed.close)
+        publisher = Publisher(
+            lambda: run_dir.engine_urls(config),
+            epoch=recovered.epoch,
+            timeout_s=config.trainer.publish_timeout_s,
+            on_published=lambda version, digest, seconds: feed.published(version, digest),
+        )
+        open_parts.callback(publisher.close)
+        curves = open_parts.enter_context(closing(Curves(run_dir.tensorboard, recovered.step)))
+        loop = Loop(config, engine, steps, feed, publisher, store, curves, recovered)
+        loop.run(stop)
+
+
+class Loop:
+    """The state between two steps: the version and digest the engine holds."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: TrainingEngine,
+        steps: StepLog,
+        feed: Feed,
+        publisher: Publisher,
+        store: CheckpointStore,
+        curves: Curves,
+        recovered: Recovered,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._steps = steps
+        self._feed = feed
+        self._publisher = publisher
+        self._store = store
+        self._curves = curves
+        self._epoch = recovered.epoch
+        self._step = recovered.step
+        self._version = recovered.version
+        self._digest = recovered.digest
+        self._unsaved: StepInput | None = None  # the last step, while no checkpoint holds it
+
+    def run(self, stop: threading.Event) -> None:
+        """Trains until the last step or `stop`; then the last step is checkpointed and, if an
+        engine answers in time, published."""
+        self._publisher.submit(self._engine.snapshot(), self._version)
+        while self._step < self._config.trainer.num_steps and not stop.is_set():
+            started = time.perf_counter()
+            taken = self._wait_for_step(stop)
+            if taken is not None:
+                self._train(taken, time.perf_counter() - started)
+        if self._unsaved is not None:
+            self._checkpoint(self._unsaved)
+        if not stop.is_set():
+            self._publisher.wait_published(self._version, self._config.trainer.publish_timeout_s)
+
+    def _wait_for_step(self, stop: threading.Event) -> StepInput | None:
+        while not stop.is_set():
+            self._publisher.check()
+            if (taken := self._feed.take(TAKE_S)) is not None:
+                return taken
+        return None
+
+    def _train(self, taken: StepInput, waited_s: float) -> None:
+        config = self._config
+        if (taken.step, taken.version) != (self._step + 1, self._version):
+            raise RuntimeError(
+                f"the feed gives step {taken.step} at {taken.version}; the engine is after step "
+                f"{self._step} at {self._version}"
+            )
+        seed = step_seed(config.run.seed, taken.step)
+        done = execute(self._engine, taken.groups, config, seed)
+        snapshot = self._engine.snapshot()
+        version = Version(self._version.incarnation, taken.step)
+        manifest = Manifest(
+            step=taken.step,
+            epoch=self._epoch,
+            version=version,
+            records=taken.records,
+            micro_batches=done.micro_batches,
+            seed=seed,
+            digest_before=self._digest,
+            digest=snapshot.digest,
+            skipped=done.skipped,
+            dropped=taken.dropped,
+            environment=self._engine.environment(),
+            metrics=self._metrics(taken, done, waited_s),
+            staleness=staleness(taken.groups, taken.version),
+            finished_at=time.time(),
+        )
+        self._steps.append(manifest)
+        self._step, self._version, self._digest = taken.step, version, snapshot.digest
+        self._publisher.submit(
+            snapshot, version, master_changed=done.metrics.get("master_changed", 0) > 0
+        )
+        self._curves.write(manifest)
+        self._unsaved = taken
+        if taken.step % config.checkpoint.every_steps == 0:
+            self._checkpoint(taken)
+
+    def _metrics(self, taken: StepInput, done: Execution, waited_s: float) -> dict[str, float]:
+        return {
+            **done.metrics,
+            "seconds/wait": waited_s,
+            "seconds/publish": self._publisher.last_seconds,
+            "groups": float(len(taken.groups)),
+        }
+
+    def _checkpoint(self, taken: StepInput) -> None:
+        meta = CheckpointMeta(
+            step=self._step,
+            version=self._version,
+            digest=self._digest,
+            epoch=self._epoch,
+            feed=taken.snapshot,
+        )
+        self._store.save(self._step, self._engine.save, msgspec.json.encode(meta))
+        self._unsaved = None
+
+
+def step_seed(run_seed: int, step: int) -> int:
+    """Seed of torch's generator for one step: distinct a step, below 2^31."""
+    return (run_seed * 1_000_003 + step) % (1 << 31)
+
+
+def _until_terminated() -> threading.Event:
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
