@@ -10,11 +10,12 @@ An agent may run on a loop other than the engine's; requests always run on the e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,6 +32,7 @@ from operators.agents import ContextFull, Message
 from operators.branches import Conversation, End, Row
 
 T = TypeVar("T")
+CANCEL_S: Final = 5.0
 
 
 class Text(Protocol):
@@ -120,10 +122,10 @@ class EngineLLM:
     async def cancel(self) -> None:
         """Ends the requests in flight; call it on the engine's loop."""
         for request_id in tuple(self._in_flight):
-            try:
-                await self._engine.cancel(request_id)
-            except EngineError:
-                continue  # it is gone, and the request with it
+            # An engine that is gone or stopped takes the request with it.
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(CANCEL_S):
+                    await self._engine.cancel(request_id)
 
     def _unstopped(self, made: Completion) -> Sequence[int]:
         stopped = made.finish_reason == "stop" and made.token_ids

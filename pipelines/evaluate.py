@@ -1,0 +1,224 @@
+"""Held-out prompts, generated greedily every few versions: what the run has learnt.
+
+    policy ─▶ a version that is due ─▶ its prompts through the rollout and reward operators
+                                                              └─▶ one Evaluation a task
+
+Not part of the training log: no grants, no ledger, a topic of its own. The same prompts each time,
+in the same order. Rollouts go on meanwhile and weights may change under a long evaluation, so each
+Evaluation names every version that wrote a token of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Coroutine
+from dataclasses import replace
+from statistics import fmean
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from connectors.config import Config
+from connectors.engines.client import EnginePool
+from connectors.engines.types import Engine
+from connectors.kafka.client import Cluster, Producer, read_all
+from connectors.kafka.tail import PolicyTail
+from connectors.prompt_lines import open_lines
+from connectors.records import (
+    HEADER_KIND,
+    HEADER_WRITER,
+    Closed,
+    Evaluation,
+    Group,
+    Origin,
+    Prompt,
+    Sample,
+    Version,
+    decode_as,
+    encode,
+)
+from connectors.run_dir import RunDir
+from connectors.text import Text
+from operators.rewards import Rewards
+from operators.rollout import AgentTask, Rollout
+from operators.user_code import UserCode
+from pipelines.job import wait_for_log
+from pipelines.reward import rewards_operator
+from pipelines.rollout import load_agent, settings
+
+logger = logging.getLogger(__name__)
+
+NUM_SAMPLES: Final = 3
+POLL_S: Final = 0.2
+T = TypeVar("T")
+
+
+def evaluate(config: Config, run_dir: RunDir, stop: threading.Event) -> None:
+    """Runs until `stop`; an evaluation under way is given up then, and done by the next start.
+    Returns at once when the configuration evaluates nothing."""
+    if config.eval.every_versions == 0 or not _evaluated(config):
+        return
+    cluster = wait_for_log(config, run_dir, stop)
+    if cluster is None:
+        return
+    pool = EnginePool(lambda: run_dir.engine_urls(config))
+    asyncio.run(follow(config, cluster, pool, stop))
+
+
+async def follow(config: Config, cluster: Cluster, engine: Engine, stop: threading.Event) -> None:
+    """Evaluates each due version once, the newest first if several became due meanwhile."""
+    held_out = HeldOut(config, engine)
+    done = await asyncio.to_thread(_done, cluster)
+    tail, producer = PolicyTail(cluster), Producer(cluster)
+    try:
+        while not stop.is_set():
+            due: Version | None = None
+            for _, announcement in await asyncio.to_thread(tail.poll, POLL_S):
+                if announcement.version.number % config.eval.every_versions == 0:
+                    due = announcement.version
+            for task in held_out.tasks if due is not None else ():
+                if due is None or (task, due) in done:
+                    continue
+                result = await _unless(stop, held_out.evaluate(task, due))
+                if result is None:
+                    return
+                done.add((task, due))
+                if result.num_prompts == 0:
+                    logger.warning("evaluation of %s at %s: every prompt failed", task, due)
+                    continue
+                await asyncio.to_thread(_write, producer, cluster, result)
+    finally:
+        producer.close()
+        tail.close()
+
+
+class HeldOut:
+    """The held-out prompts of each task, and how to score them."""
+
+    def __init__(self, config: Config, engine: Engine) -> None:
+        text = Text(config.resolve(config.model.path))
+        self._prompts = {name: _lines(config, name, file) for name, file in _evaluated(config)}
+        self._rollout = _greedy(config, engine, text)
+        self._rewards: Rewards = rewards_operator(config, text)
+        self._slots = asyncio.Semaphore(config.engine.max_running * config.engine.count)
+        self._decoded = self._rewards.decoded
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return tuple(self._prompts)
+
+    async def evaluate(self, task: str, version: Version) -> Evaluation:
+        """The mean reward over the prompts that could be scored; `num_failed` counts the others."""
+        topic = f"evaluations:{task}:{version}"
+        ended = await asyncio.gather(
+            *(
+                self._one(line, Origin(topic, 0, i), version)
+                for i, line in enumerate(self._prompts[task])
+            )
+        )
+        groups = [group for group in ended if isinstance(group, Group)]
+        rows = [row for group in groups for row in group.trajectories]
+        return Evaluation(
+            version=version,
+            versions=tuple(sorted({s.version for row in rows for s in row.segments})),
+            task=task,
+            reward=fmean(g.trajectories[-1].reward for g in groups) if groups else 0.0,
+            num_prompts=len(groups),
+            num_failed=len(ended) - len(groups),
+            samples=tuple(
+                self._sample(group) for group in ended[:NUM_SAMPLES] if isinstance(group, Group)
+            ),
+            evaluated_at=time.time(),
+        )
+
+    async def _one(self, line: bytes, origin: Origin, version: Version) -> Group | Closed:
+        async with self._slots:
+            ended = (await self._rollout(line, origin, version)).terminal
+            if isinstance(ended, Group):
+                ended = await self._rewards(ended)
+        if isinstance(ended, Closed):
+            logger.warning("%s: %s: %s", origin, ended.reason, ended.message)
+        return ended
+
+    def _sample(self, group: Group) -> Sample:
+        last = group.trajectories[-1]
+        return Sample(
+            prompt=_asked(group.prompt),
+            completion=self._decoded(last, group.prompt).text,
+            reward=last.reward,
+        )
+
+
+def _greedy(config: Config, engine: Engine, text: Text) -> Rollout:
+    """One greedy trajectory a prompt."""
+    made = settings(config)
+    max_tokens = config.eval.max_tokens or made.sampling.max_tokens
+    sampling = msgspec.structs.replace(made.sampling, temperature=0.0, max_tokens=max_tokens)
+    tasks = {
+        name: AgentTask(agent=load_agent(config, config.tasks[name].agent), group_size=1)
+        for name, _ in _evaluated(config)
+    }
+    return Rollout(replace(made, sampling=sampling), tasks, engine, text, UserCode("agents"))
+
+
+def _evaluated(config: Config) -> list[tuple[str, str]]:
+    """Tasks with held-out prompts, and where those are."""
+    named = ((name, task.eval_prompts) for name, task in config.tasks.items())
+    return [(name, prompts) for name, prompts in named if prompts is not None]
+
+
+def _lines(config: Config, task: str, prompts: str) -> list[bytes]:
+    """The first `eval.max_prompts` prompts, each naming its task."""
+    # A generator's held-out problems are those of another seed.
+    lines = open_lines(prompts, base_dir=config.base_dir, seed=config.run.seed + 1_000_003)
+    count = config.eval.max_prompts
+    if lines.num_lines is not None:
+        count = min(count, lines.num_lines)
+    return [_with_task(lines.line(k), task) for k in range(count)]
+
+
+def _with_task(line: bytes, task: str) -> bytes:
+    try:
+        prompt = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        return line  # the rollout operator says what is wrong with it
+    return msgspec.json.encode({"task": task, **prompt}) if isinstance(prompt, dict) else line
+
+
+def _asked(prompt: Prompt) -> str:
+    if prompt.messages:
+        return str(prompt.messages[-1].get("content", ""))
+    return prompt.prompt if prompt.prompt is not None else str(prompt.token_ids)
+
+
+def _done(cluster: Cluster) -> set[tuple[str, Version]]:
+    """What earlier starts evaluated."""
+    records = read_all(cluster, cluster.topic("evaluations"), [0])
+    evaluations: list[Evaluation] = [decode_as(record.value, Evaluation) for record in records]
+    return {(e.task, e.version) for e in evaluations}
+
+
+def _write(producer: Producer, cluster: Cluster, result: Evaluation) -> None:
+    producer.append(
+        cluster.topic("evaluations"),
+        0,
+        encode(result),
+        key=result.task.encode(),
+        headers={HEADER_KIND: "evaluation", HEADER_WRITER: "evaluate"},
+    )
+
+
+async def _unless(stop: threading.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None when told to stop first."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait({task}, timeout=POLL_S))[0]:
+            if stop.is_set():
+                return None
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,217 @@
+"""The bytewax job: the rollout half, the reward half, or both in one process.
+
+`run_dataflow` returns after SIGTERM or SIGINT (sources end, the snapshot is written, nothing is
+doubled) and raises when a part breaks its promise; the next start goes on from the last snapshot.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from bytewax._bytewax import cli_main
+from bytewax.dataflow import Dataflow
+from bytewax.errors import BytewaxRuntimeError
+from bytewax.recovery import RecoveryConfig, init_db_dir
+
+from connectors.config import Config
+from connectors.engines.types import Engine
+from connectors.kafka.client import (
+    BrokerUnavailable,
+    Cluster,
+    Reader,
+    ensure_topics,
+    partition_counts,
+)
+from connectors.kafka.locate import cluster as find_cluster
+from connectors.kafka.source import STOP, StopFlag
+from connectors.run_dir import RunDir
+from connectors.text import Text
+from pipelines.reward import DropBefore, reward_half, rewards_operator, score
+from pipelines.rollout import roll, rollout_half, rollout_operator
+
+EPOCH_S: Final = 1.0
+"""Between snapshots: what a killed job regenerates, and how often it writes a few KB."""
+BROKER_WAIT_S: Final = 60.0
+_STEPS_FILE: Final = "steps.json"
+_RESTART_FILE: Final = "restart"
+"""Put there by hand: begin anew. What was written before stays, and counts."""
+
+
+class RecoveryLocked(RuntimeError):
+    """Another process works on this recovery folder."""
+
+
+class RecoveryLost(RuntimeError):
+    """The recovery folder is gone, damaged, or of a differently named dataflow."""
+
+
+def run_dataflow(config: Config, run_dir: RunDir, stages: set[str], stop: StopFlag = STOP) -> None:
+    """Runs the `stages` ("rollout", "reward") until SIGTERM, SIGINT or `stop`. ConfigError,
+    BrokerUnavailable, RecoveryLocked or RecoveryLost when it cannot start."""
+    name = "dataflow" if len(stages) > 1 else next(iter(stages))
+    folder = run_dir.recovery(name)
+    _stop_on_signals(stop)
+    with _locked(folder):
+        cluster = wait_for_log(config, run_dir, stop)
+        if cluster is None:
+            return
+        flow = build(config, cluster, _engines(config, run_dir), stages, stop)
+        _prepare_recovery(folder, flow, cluster, stages)
+        run_dir.register(name)
+        _run(flow, RecoveryConfig(folder))
+
+
+def build(
+    config: Config, cluster: Cluster, engine: Engine, stages: set[str], stop: StopFlag = STOP
+) -> Dataflow:
+    """The dataflow of the given stages. Its step names are in the snapshots: never rename one."""
+    text = Text(config.resolve(config.model.path))
+    flow = Dataflow("headwater")
+    if "rollout" in stages:
+        operator = rollout_operator(config, engine, text)
+        rollout_half(flow, cluster, roll(operator, cluster), stop)
+    if "reward" in stages:
+        scorers = rewards_operator(config, text)
+        reward_half(flow, cluster, score(scorers, DropBefore(cluster), cluster), stop)
+    return flow
+
+
+def wait_for_log(config: Config, run_dir: RunDir, stop: StopFlag) -> Cluster | None:
+    """The cluster with all topics in place; None when told to stop while waiting for it."""
+    deadline = time.monotonic() + BROKER_WAIT_S
+    many = config.kafka.partitions
+    topics = dict.fromkeys(
+        ("prompts", "rollouts", "trajectories", "dead-letters", "evaluations"), many
+    ) | {"policy": 1, "steps": 1}
+    while not stop.is_set():
+        try:
+            cluster = find_cluster(config, run_dir)
+            ensure_topics(cluster, topics)
+            return cluster
+        except BrokerUnavailable:
+            if time.monotonic() > deadline:
+                raise
+            stop.wait(0.2)
+    return None
+
+
+def _engines(config: Config, run_dir: RunDir) -> Engine:
+    from connectors.engines.client import EnginePool
+
+    return EnginePool(lambda: run_dir.engine_urls(config))
+
+
+def _stop_on_signals(stop: StopFlag) -> None:
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Two processes on one recovery folder would both run; the kernel frees the lock at any end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise RecoveryLocked(
+                f"{folder} is locked: process {file.read().strip()} runs this dataflow"
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def _prepare_recovery(folder: Path, flow: Dataflow, cluster: Cluster, stages: set[str]) -> None:
+    """A new folder for a new run, or a check that the old one is whole and of this dataflow.
+    bytewax silently drops the state of a renamed step and dies on a lost file without saying which.
+    """
+    steps_file, steps = folder / _STEPS_FILE, _steps(flow)
+    restart = folder / _RESTART_FILE
+    if restart.exists():
+        steps_file.unlink(missing_ok=True)
+    databases = sorted(folder.glob("part-*.sqlite3"))
+    if steps_file.exists():
+        if not databases:
+            raise RecoveryLost(f"{folder} has lost its database; {_remedy(folder)}")
+        known = msgspec.json.decode(steps_file.read_bytes(), type=list[str])
+        if known != steps:
+            changed = sorted(set(known) ^ set(steps))
+            raise RecoveryLost(
+                f"{folder} is of a dataflow with other steps ({', '.join(changed)}): their state "
+                f"would be lost; run the version that wrote it, or {_remedy(folder)}"
+            )
+        return
+    for file in folder.glob("part-*"):  # of a start that was killed before the first snapshot
+        file.unlink()
+    if not restart.exists() and not databases and (written := _written(cluster, stages)):
+        raise RecoveryLost(
+            f"{folder} is empty, but {written} holds this dataflow's records; {_remedy(folder)}"
+        )
+    init_db_dir(folder, 1)
+    staged = folder / f".{_STEPS_FILE}"
+    staged.write_bytes(msgspec.json.encode(steps))
+    staged.replace(steps_file)
+    restart.unlink(missing_ok=True)
+
+
+def _remedy(folder: Path) -> str:
+    return (
+        f"restore the folder from a copy, or create the file {folder / _RESTART_FILE} to work "
+        "through all granted prompts again (what was written stays, the rest is generated anew)"
+    )
+
+
+def _written(cluster: Cluster, stages: set[str]) -> str | None:
+    """The topic a run of these stages has written to, None for a new run."""
+    topics = [t for s, t in (("rollout", "rollouts"), ("reward", "trajectories")) if s in stages]
+    for topic in topics:
+        count = partition_counts(cluster, [topic])[topic]
+        reader = Reader(cluster, cluster.topic(topic), dict.fromkeys(range(count), 0))
+        try:
+            if any(reader.ends().values()):
+                return cluster.topic(topic)
+        finally:
+            reader.close()
+    return None
+
+
+def _steps(flow: Dataflow) -> list[str]:
+    return sorted(_named(flow.substeps))
+
+
+def _named(operators: list[Any]) -> Iterator[str]:
+    for operator in operators:
+        yield operator.step_id
+        yield from _named(getattr(operator, "substeps", []))
+
+
+def _run(flow: Dataflow, recovery: RecoveryConfig) -> None:
+    """bytewax's own errors say where in the flow; the cause says what, so that is raised."""
+    try:
+        cli_main(  # type: ignore[no-untyped-call]
+            flow,
+            workers_per_process=1,
+            epoch_interval=timedelta(seconds=EPOCH_S),
+            recovery_config=recovery,
+        )
+    except BytewaxRuntimeError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if isinstance(cause, Exception) and cause is not error:
+            raise cause from error
+        raise

@@ -1,0 +1,166 @@
+"""The reward half: unscored groups in, scored groups out; what closed before passes through.
+
+rollouts ─▶ [first terminal of a group] ─▶ [score ▶ version filter] ─▶ trajectories
+                                                                    └─▶ dead-letters
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+import bytewax.operators as op
+from bytewax.dataflow import Dataflow
+
+from connectors.arrow import CorruptRecord
+from connectors.config import Config, ConfigError
+from connectors.kafka.async_op import AsyncWork
+from connectors.kafka.client import Cluster, Record
+from connectors.kafka.dead_letters import dead_letter
+from connectors.kafka.source import STOP, Item, ItemReader, LogSource, StopFlag
+from connectors.kafka.tail import PolicyTail
+from connectors.plugins import load
+from connectors.records import Closed, Group, Version, parse_group_id
+from connectors.text import Text
+from operators import rewards
+from operators.rewards import MissingPackage, Rewards, RewardTask
+from operators.settled import Intervals, settle
+from operators.user_code import UserCode
+from operators.version_filter import is_stale
+from pipelines.routing import Routed, write
+from pipelines.terminals import UnknownRecord, closed, outgoing, terminal
+
+logger = logging.getLogger(__name__)
+
+Work = Callable[[Item], Awaitable[Sequence[Routed]]]
+POLICY_POLL_S: Final = 0.25
+
+
+def reward_half(flow: Dataflow, cluster: Cluster, work: Work, stop: StopFlag = STOP) -> None:
+    """Adds the half to `flow`; `work` is `score(...)`."""
+    rollouts = op.input("rollouts", flow, LogSource(cluster, "rollouts", granted=False, stop=stop))
+    first = op.stateful_flat_map("first_terminal", rollouts, _first_terminal)
+    refetch = ItemReader(cluster, "rollouts")
+    scored = op.stateful_batch("score", first, AsyncWork(work, refetch, stop=stop))
+    write("reward", scored, cluster, "trajectories")
+
+
+def _first_terminal(settled: Intervals | None, item: Item) -> tuple[Intervals, list[Item]]:
+    """Drops the second terminal of a prompt. Keys that are no prompt's pass: the scorer knows."""
+    settled = settled or ()
+    group_id = _group_id(item.record) if item.record is not None else None
+    if group_id is None:
+        return settled, [item]
+    settled, new = settle(settled, parse_group_id(group_id).offset)
+    if not new:
+        logger.warning("ignored a second terminal of %s at %s", group_id, item.origin)
+    return settled, [item] if new else []
+
+
+class DropBefore:
+    """The version below which groups are dropped early, as last announced. Asks `policy` at most
+    every POLICY_POLL_S, off the loop's thread."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._tail: PolicyTail | None = None
+        self._asked_at = float("-inf")
+        self._asking = asyncio.Lock()
+
+    async def now(self) -> Version | None:
+        async with self._asking:
+            if time.monotonic() - self._asked_at >= POLICY_POLL_S:
+                await asyncio.to_thread(self._poll)
+                self._asked_at = time.monotonic()
+        latest = self._tail.latest if self._tail is not None else None
+        return latest.drop_before if latest is not None else None
+
+    def _poll(self) -> None:
+        if self._tail is None:
+            self._tail = PolicyTail(self._cluster)
+        while self._tail.poll():
+            continue
+
+
+def score(rewards: Rewards, drop_before: DropBefore, cluster: Cluster) -> Work:
+    """The work of one record of `rollouts`: its terminal; a dead letter if it cannot be read."""
+
+    async def work(item: Item) -> list[Routed]:
+        record = item.record
+        if record is None:
+            return []  # an offset without a record settles nothing
+        try:
+            ended = terminal(record)
+        except (CorruptRecord, UnknownRecord) as error:
+            return _unreadable(record, item, error)
+        if isinstance(ended, Group):
+            ended = await _scored(ended)
+        return [Routed("trajectories", outgoing(cluster, ended))]
+
+    async def _scored(group: Group) -> Group | Closed:
+        """Filtered before scoring, which may be dear, and after it, which may take long."""
+        if (end := _stale(group, await drop_before.now())) is not None:
+            return end
+        ended = await rewards(group)
+        if isinstance(ended, Closed):
+            return ended
+        return _stale(ended, await drop_before.now()) or ended
+
+    def _unreadable(record: Record, item: Item, error: ValueError) -> list[Routed]:
+        code = "corrupt_record" if isinstance(error, CorruptRecord) else "unknown_record"
+        letter = dead_letter(cluster, item.origin, record.value, code=code, message=str(error))
+        routed = [Routed("dead-letters", letter)]
+        if (group_id := _group_id(record)) is not None:
+            end = closed(group_id, "malformed", f"{code}: {error}")
+            routed.append(Routed("trajectories", outgoing(cluster, end)))
+        return routed
+
+    return work
+
+
+def rewards_operator(config: Config, text: Text) -> Rewards:
+    """The scorers the configuration means; ConfigError when one cannot be loaded."""
+    tasks = {
+        name: RewardTask(
+            score=load_scorer(config, task.reward),
+            timeout_s=task.reward_timeout_s,
+            retries=task.reward_retries,
+        )
+        for name, task in config.tasks.items()
+    }
+    return Rewards(tasks, text, UserCode("rewards"))
+
+
+def load_scorer(config: Config, spec: str) -> rewards.Scorer:
+    """A built-in scorer or the user's; ConfigError when it is neither."""
+    if spec in rewards.BUILT_IN:
+        return rewards.BUILT_IN[spec]
+    if spec == "reasoning-gym":
+        try:
+            return rewards.reasoning_gym()
+        except MissingPackage as error:
+            raise ConfigError(str(error)) from error
+    if ":" not in spec:
+        known = ", ".join([*rewards.BUILT_IN, "reasoning-gym"])
+        raise ConfigError(f"reward {spec}: is none of {known} and no module:function or file.py:f")
+    return load(spec, config.base_dir)
+
+
+def _stale(group: Group, drop_before: Version | None) -> Closed | None:
+    if not is_stale(group, drop_before):
+        return None
+    message = f"oldest version {group.oldest}, dropped before {drop_before}"
+    return closed(group.group_id, "stale", message, group.task)
+
+
+def _group_id(record: Record) -> str | None:
+    """The record's key, if it is a prompt's coordinates."""
+    try:
+        group_id = (record.key or b"").decode()
+        parse_group_id(group_id)
+    except ValueError:
+        return None
+    return group_id
