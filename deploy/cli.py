@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deploy import errors
-from deploy.commands import init, inspect, prompts, roles, run
+from deploy.commands import init, inspect, model, prompts, roles, run
 
 _DESCRIPTION = "Train LLM agents online, as a streaming job on a Kafka log."
 _EPILOG = """examples:
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for group in (run, inspect, prompts, init, roles):
+    for group in (run, inspect, prompts, init, roles, model):
         group.add(commands)
     return top
 

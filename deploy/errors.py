@@ -7,6 +7,7 @@ than a fault of ours; None means it is a fault, and its traceback is worth keepi
 from __future__ import annotations
 
 import errno
+import sys
 from typing import Final
 
 from connectors.config import ConfigError
@@ -43,6 +44,17 @@ _OF_THE_MACHINE: Final = {
 }
 
 
+_MACHINE_ERRORS: Final = (
+    "connectors.broker.errors.BrokerError",
+    "connectors.kafka.client.KafkaFailure",
+    "connectors.engines.types.EngineStartError",
+    "pipelines.job.RecoveryLocked",
+    "pipelines.job.RecoveryLost",
+    "trainer.checkpoint.CheckpointFailed",
+)
+"""By name: an error's module must not be imported to find out that the error is another one."""
+
+
 def explain(error: BaseException) -> tuple[int, str] | None:
     """Exit code and line for an expected failure; None for a fault of ours."""
     if isinstance(error, ConfigError):
@@ -54,12 +66,14 @@ def explain(error: BaseException) -> tuple[int, str] | None:
     if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
         where = f"{error.filename}: " if error.filename else ""
         return ENVIRONMENT, f"{where}{_OF_THE_MACHINE[error.errno]} ({_one_line(error)})"
-    # Imported on the way out only: `headwater --help` needs no Kafka client.
-    from connectors.kafka.client import BrokerUnavailable
+    machine = tuple(kind for kind in map(_loaded, _MACHINE_ERRORS) if kind is not None)
+    return (ENVIRONMENT, _one_line(error)) if isinstance(error, machine) else None
 
-    if isinstance(error, BrokerUnavailable):
-        return ENVIRONMENT, f"the broker does not answer: {_one_line(error)}"
-    return None
+
+def _loaded(name: str) -> type[BaseException] | None:
+    """The exception of that name, None while its module is not imported: then nobody raised it."""
+    module, _, kind = name.rpartition(".")
+    return getattr(sys.modules.get(module), kind, None)
 
 
 def _one_line(error: BaseException) -> str:

@@ -41,7 +41,9 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="the run's TOML file")
-    parser.add_argument("--run-dir", metavar="D", help="the run's folder (default: what CONFIG says)")
+    parser.add_argument(
+        "--run-dir", metavar="D", help="the run's folder (default: what CONFIG says)"
+    )
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
         help="override a key of CONFIG, e.g. --set trainer.learning_rate=1e-5; repeatable",
@@ -56,17 +58,19 @@ def load_config(arguments: argparse.Namespace) -> tuple[Config, RunDir]:
     """The configuration CONFIG names, overrides applied, and the folder of its run."""
     from connectors.config import load
     from connectors.run_dir import RunDir
+    from deploy.run_folder import with_source
 
     config = load(arguments.config, arguments.overrides)
-    return config, RunDir(arguments.run_dir) if arguments.run_dir else RunDir.of(config)
+    run_dir = RunDir(arguments.run_dir) if arguments.run_dir else RunDir.of(config)
+    if Path(arguments.config).resolve() == run_dir.config_file:
+        config = with_source(config, run_dir)
+    return config, run_dir
 
 
 def load_run(arguments: argparse.Namespace) -> tuple[Config, RunDir]:
     """The configuration kept in the folder RUN; ConfigError when it holds no run."""
-    from connectors.config import ConfigError, load
     from connectors.run_dir import RunDir
+    from deploy import run_folder
 
     run_dir = RunDir(arguments.run)
-    if not run_dir.config_file.is_file():
-        raise ConfigError(f"{Path(arguments.run)}: is no run's folder (it has no config.toml)")
-    return load(run_dir.config_file), run_dir
+    return run_folder.load_run(run_dir), run_dir

@@ -24,7 +24,9 @@ def add(commands: Commands) -> None:
         commands, "doctor", doctor, "checks whether this machine can run Headwater",
         "headwater doctor examples/quickstart.toml",
     )  # fmt: skip
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="also check what this file needs")
+    parser.add_argument(
+        "config", metavar="CONFIG", nargs="?", help="also check what this file needs"
+    )
     add_json(parser)
 
 

@@ -24,7 +24,9 @@ def add(commands: Commands) -> None:
         add_run(parser)
         if name == "replay":
             parser.add_argument("--last", type=int, metavar="K", help="the last K steps")
-            parser.add_argument("--from", type=int, metavar="N", dest="first", help="the first step")
+            parser.add_argument(
+                "--from", type=int, metavar="N", dest="first", help="the first step"
+            )
             parser.add_argument("--to", type=int, metavar="M", dest="until", help="the last step")
         if name == "trace":
             parser.add_argument("id", metavar="ID", help="a trajectory's or a group's id")
@@ -57,17 +59,27 @@ def audit(arguments: argparse.Namespace) -> int:
 def replay(arguments: argparse.Namespace) -> int:
     from connectors.config import ConfigError
     from deploy.log import opened
+    from trainer.replay import NothingToReplay
     from trainer.replay import replay as execute_again
 
     config, run_dir = load_run(arguments)
     if arguments.last is not None and (arguments.first is not None or arguments.until is not None):
         raise ConfigError("replay: --last goes without --from and --to")
-    with stdout_for_answer(arguments.json), opened(config, run_dir):
-        done = execute_again(
-            run_dir, config, last=arguments.last, first=arguments.first, until=arguments.until
-        )
+    with stdout_for_answer(arguments.json), opened(config, run_dir) as cluster:
+        try:
+            done = execute_again(
+                cluster,
+                run_dir,
+                config,
+                last=arguments.last,
+                first=arguments.first,
+                until=arguments.until,
+            )
+        except NothingToReplay as error:
+            raise errors.RunFailed(str(error), errors.FAILED) from error
     found = {"steps": done.steps, "equal": done.equal, "first_difference": done.first_difference}
-    lines = [f"{done.steps} steps executed again: " + ("digests equal" if done.equal else "DIFFERENT")]
+    verdict = "digests equal" if done.equal else "digests DIFFER"
+    lines = [f"steps {done.first} to {done.last} executed again: {verdict}"]
     if done.first_difference is not None:
         lines.append(f"first difference: {done.first_difference}")
     answer(arguments.json, found, lines)

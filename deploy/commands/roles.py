@@ -6,7 +6,6 @@ Every role takes CONFIG and the run's folder, in which it finds the others. SIGT
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import threading
 from collections.abc import Callable
@@ -26,7 +25,11 @@ def add(commands: Commands) -> None:
     """Declares broker, engine, rollout, reward, dataflow, feeder, evaluate and trainer."""
     for name, (role, summary) in _ROLES.items():
         parser = command(
-            commands, name, _execute(role), summary, f"headwater {name} quickstart.toml --run-dir runs/q"
+            commands,
+            name,
+            _execute(role),
+            summary,
+            f"headwater {name} quickstart.toml --run-dir runs/q",
         )
         add_config(parser)
         parser.add_argument("--supervisor", type=int, metavar="PID", help=argparse.SUPPRESS)
@@ -82,7 +85,7 @@ def _dataflow(*stages: str) -> Role:
 
 def _feeder(config: Config, run_dir: RunDir, arguments: argparse.Namespace) -> None:
     from connectors.kafka.feeder import feed_prompts
-    from deploy.log import cluster
+    from connectors.kafka.locate import cluster
 
     run_dir.register("feeder")
     feed_prompts(cluster(config, run_dir), config, _until_terminated())
@@ -105,20 +108,16 @@ def _trainer(config: Config, run_dir: RunDir, arguments: argparse.Namespace) -> 
     train(config, run_dir)
 
 
-def _build_model(config: Config, run_dir: RunDir, arguments: argparse.Namespace) -> None:
-    from deploy.model import build
-
-    build(config, run_dir.path / "model")
-
-
 _ROLES: dict[str, tuple[Role, str]] = {
     "broker": (_broker, "serves the Kafka protocol from the run's folder"),
     "engine": (_engine, "generates: token ids in; ids, log-probs and versions out"),
     "rollout": (_dataflow("rollout"), "turns granted prompts into groups of trajectories"),
     "reward": (_dataflow("reward"), "scores groups and filters them by version"),
     "dataflow": (_dataflow("rollout", "reward"), "rollout and reward in one job"),
-    "feeder": (_feeder, "keeps `prompts` ahead of the grants for tasks that name a file or generator"),
+    "feeder": (
+        _feeder,
+        "keeps `prompts` ahead of the grants for tasks that name a file or generator",
+    ),
     "evaluate": (_evaluate, "scores held-out prompts every few versions"),
     "trainer": (_trainer, "trains on trajectories, publishes weights, checkpoints"),
-    "build-model": (_build_model, "builds the model that model.path names into the run's folder"),
 }

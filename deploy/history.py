@@ -1,0 +1,126 @@
+"""A run's past as plain values, folded from its log: what `status`, `audit` and `trace` look at.
+
+Nothing here trusts a process or the trainer's own books; everything comes from records. Pure, except for
+`follow`, which reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from connectors.kafka.client import Cluster, Reader, Record
+from connectors.records import Announcement, Begin, Manifest, Origin, StepRecord, Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grants:
+    """What was granted: `limits` are the offsets below which each prompt partition is; `first[p]` lists
+    (limit, version) of each announcement that raised partition p's limit, in order."""
+
+    limits: list[int] = field(default_factory=list)
+    first: list[list[tuple[int, Version]]] = field(default_factory=list)
+
+    def observe(self, announcement: Announcement) -> None:
+        for partition, limit in enumerate(announcement.limits):
+            if partition == len(self.limits):
+                self.limits.append(0)
+                self.first.append([])
+            if limit > self.limits[partition]:
+                self.limits[partition] = limit
+                self.first[partition].append((limit, announcement.version))
+
+    @property
+    def num_granted(self) -> int:
+        return sum(self.limits)
+
+    def __contains__(self, prompt: tuple[int, int]) -> bool:
+        partition, offset = prompt
+        return partition < len(self.limits) and 0 <= offset < self.limits[partition]
+
+    def __iter__(self) -> Iterator[tuple[int, int, Version]]:
+        """(partition, offset, version of its grant) of every granted prompt."""
+        for partition, raises in enumerate(self.first):
+            start = 0
+            for limit, version in raises:
+                for offset in range(start, limit):
+                    yield partition, offset, version
+                start = limit
+
+
+@dataclass(slots=True, kw_only=True)
+class Chain:
+    """The steps that count, folded from `steps` by position and apart from the trainer's own reading.
+
+    A manifest counts if its epoch is that of the latest `begin` before it (in a trimmed log: before the
+    first `begin` left, if its epoch is the highest). `breaks` says which counting manifest does not
+    follow the one before it."""
+
+    manifests: list[Manifest] = field(default_factory=list)
+    breaks: list[str] = field(default_factory=list)
+    num_fenced: int = 0
+    epoch: int = -1
+    _begun: bool = False
+
+    def observe(self, offset: int, record: StepRecord) -> None:
+        if isinstance(record, Begin):
+            self.epoch, self._begun = offset, True
+            return
+        if not self._begun and record.epoch > self.epoch:
+            self.manifests, self.breaks, self.epoch = [], [], record.epoch
+        if record.epoch != self.epoch:
+            self.num_fenced += 1
+            return
+        self.breaks += _breaks(self.manifests[-1] if self.manifests else None, offset, record)
+        self.manifests.append(record)
+
+    @property
+    def step(self) -> int:
+        return self.manifests[-1].step if self.manifests else 0
+
+
+def _breaks(last: Manifest | None, offset: int, record: Manifest) -> Iterator[str]:
+    if last is None:
+        if offset <= 1 and record.step != 1:  # a whole log: its first record is a `begin`
+            yield f"the first step is {record.step}"
+    elif record.step != last.step + 1:
+        yield f"step {record.step} at offset {offset} follows step {last.step}"
+    elif record.digest_before != last.digest:
+        yield (
+            f"step {record.step} starts from {record.digest_before}, step {last.step} ended at "
+            f"{last.digest}"
+        )
+    if record.skipped is not None and record.digest != record.digest_before:
+        yield f"step {record.step} was skipped but changed the weights"
+
+
+class Follower:
+    """Reads a topic from its start, and what is new at each call."""
+
+    def __init__(self, cluster: Cluster, topic: str, num_partitions: int) -> None:
+        """`topic` without namespace. KafkaFailure when it does not exist."""
+        self._reader = Reader(
+            cluster, cluster.topic(topic), dict.fromkeys(range(num_partitions), 0)
+        )
+        self.starts: Mapping[int, int] = self._reader.starts()
+        for partition, start in self.starts.items():
+            self._reader.seek(partition, start)
+        self.ends: Mapping[int, int] = dict(self.starts)
+
+    def news(self) -> Iterator[Record]:
+        """Every record up to the end at the call, in offset order a partition."""
+        self.ends = self._reader.ends()
+        while any(at < self.ends[p] for p, at in self._reader.positions().items()):
+            yield from self._reader.poll(0.2, 5_000)
+
+    def skip(self) -> None:
+        """Only takes note of the ends."""
+        self.ends = self._reader.ends()
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def origin_of(topic: str, partition: int, offset: int) -> str:
+    """The group id of a prompt."""
+    return str(Origin(topic, partition, offset))

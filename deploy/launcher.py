@@ -1,0 +1,116 @@
+"""Starting processes: what the supervisor needs of a machine. `local` runs children of this process.
+
+A launcher starts a `Member` and answers with a `Process`; it never restarts anything, that is the
+supervisor's. Two implementations are meant: `local` here, placement on a Ray cluster later.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import headwater
+from connectors.config import Config, ConfigError
+from connectors.run_dir import RunDir
+
+# One thread a role: on a laptop the roles are the parallelism, and more threads fight for two cores.
+# The trainer sets its own count (trainer.num_threads), on which its bits depend.
+_ENVIRONMENT: Final = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One process to start: `headwater ARGUMENTS...`, known as `name` in logs and in `status`."""
+
+    name: str
+    arguments: Sequence[str]
+
+
+class Process(Protocol):
+    """A started member."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None:
+        """Its exit code, None while it runs; minus the signal's number when one ended it."""
+
+    def terminate(self) -> None:
+        """Asks it to end (SIGTERM)."""
+
+    def kill(self) -> None:
+        """Ends it and whatever it started (SIGKILL)."""
+
+
+class Launcher(Protocol):
+    def start(self, member: Member) -> Process:
+        """Starts `member` and returns at once; OSError when the machine cannot."""
+
+
+class ChildProcess:
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self._popen = popen
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def poll(self) -> int | None:
+        return self._popen.poll()
+
+    def terminate(self) -> None:
+        self._popen.terminate()
+
+    def kill(self) -> None:
+        # Its own session, so the group's number is its pid. Reaped already: nothing is left to end.
+        if self._popen.poll() is None:
+            os.killpg(self._popen.pid, signal.SIGKILL)
+
+
+class LocalLauncher:
+    """Children of this process, each in a session of its own (Ctrl-C reaches only the supervisor), its
+    output appended to RUN/logs/NAME.log. They die with this process, even when it is killed with -9."""
+
+    def __init__(self, run_dir: RunDir, environment: Mapping[str, str] | None = None) -> None:
+        self._run_dir = run_dir
+        self._environment = {**os.environ, **_ENVIRONMENT, **(environment or {})}
+
+    def start(self, member: Member) -> Process:
+        log = self._run_dir.log_file(member.name)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        script = str(Path(headwater.__file__).resolve())
+        command = [
+            sys.executable,
+            "-P",
+            script,
+            *member.arguments,
+            "--supervisor",
+            str(os.getpid()),
+        ]
+        with log.open("ab") as file:
+            popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+            )
+        return ChildProcess(popen)
+
+
+def launcher(config: Config, run_dir: RunDir) -> Launcher:
+    """The launcher `run.launcher` names; ConfigError for one that does not exist yet."""
+    if config.run.launcher == "ray":
+        raise ConfigError("run.launcher: 'ray' is not available yet, use 'local'")
+    return LocalLauncher(run_dir)

@@ -1,0 +1,274 @@
+"""What `headwater run` keeps in a run's folder before any role starts, and how it is read back.
+
+    RUN/run.lock       held while a supervisor lives: one `run` a folder
+    RUN/config.toml    the configuration every role reads: overrides applied, absolute paths, the
+                       broker's port fixed, a model that is built replaced by its folder
+    RUN/source.json    the folder the user's own modules are found in, and what built the model
+    RUN/model/         the built model, if model.path names a function
+
+`prepare` writes them for a new run. For an existing one it resumes: a changed configuration is taken
+over, except for keys on which the log already depends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import tomli_w
+
+import headwater
+from connectors.config import Config, ConfigError, load, parse
+from connectors.run_dir import RunDir
+from deploy.errors import EnvironmentFailure, RunFailed
+
+_FIXED: Final = (
+    "run.namespace",
+    "kafka.partitions",
+    "broker.data_dir",
+    "model.path",
+    "model.dtype",
+)
+"""The log's records, and the weights in the checkpoints, are only readable with these."""
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """`folder`: where the user's file lay. `model`: the `module:function` that built RUN/model."""
+
+    folder: str
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """`config` as the roles see it; `changes` lists what differs from the run's earlier start."""
+
+    config: Config
+    resumed: bool
+    changes: tuple[str, ...] = ()
+
+
+def load_run(run_dir: RunDir) -> Config:
+    """The configuration kept in a run's folder; ConfigError when it holds no run."""
+    if not run_dir.config_file.is_file():
+        raise ConfigError(f"{run_dir.path}: is no run's folder (it has no config.toml)")
+    return with_source(load(run_dir.config_file), run_dir)
+
+
+def with_source(config: Config, run_dir: RunDir) -> Config:
+    """`config`, read from `run_dir`, finding the user's modules where the user's own file lay."""
+    source = _read_source(run_dir)
+    return config if source is None else config.model_copy(update={"base_dir": source.folder})
+
+
+@contextmanager
+def locked(run_dir: RunDir) -> Iterator[None]:
+    """Holds the run's lock; EnvironmentFailure when another `headwater run` does. The kernel frees it
+    however this process ends."""
+    run_dir.path.mkdir(parents=True, exist_ok=True)
+    with (run_dir.path / "run.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise EnvironmentFailure(
+                f"{run_dir.path} is locked: `headwater run` is at work in it ({holder})"
+            ) from None
+        file.truncate(0)
+        file.write(f"pid {os.getpid()}")
+        file.flush()
+        yield
+
+
+def prepare(config: Config, run_dir: RunDir) -> Prepared:
+    """Writes the files above, with the lock held. ConfigError when the log depends on a changed key or
+    a file the configuration names is missing; EnvironmentFailure for a taken port or a missing model."""
+    check_files(config)
+    resumed = run_dir.config_file.is_file()
+    source = Source(folder=config.base_dir, model=_builder(config))
+    table = _table(config, run_dir, load(run_dir.config_file) if resumed else None)
+    changes: tuple[str, ...] = ()
+    if resumed:
+        changes = _changes(run_dir, table, source)
+    if config.kafka.bootstrap_servers is None:
+        check_port(table["broker"]["port"])
+    prepared = parse(table, base_dir=config.base_dir, where=str(run_dir.config_file))
+    if source.model is not None and not (resumed and (run_dir.path / "model").is_dir()):
+        _build_model(source, run_dir)
+    _replace(run_dir.path / "source.json", msgspec.json.encode(source))
+    _replace(run_dir.config_file, tomli_w.dumps(table).encode())
+    return Prepared(config=prepared, resumed=resumed, changes=changes)
+
+
+def check_port(port: int) -> None:
+    """EnvironmentFailure when `port` of the loopback interface is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise EnvironmentFailure(
+                f"broker.port: port {port} is taken by another process ({error.strerror})"
+            ) from error
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _table(config: Config, run_dir: RunDir, before: Config | None) -> dict[str, Any]:
+    """The configuration as every role is to read it."""
+    table = config.model_dump(exclude_none=True)
+    table["run"]["dir"] = str(run_dir.path)
+    built = _builder(config) is not None
+    table["model"]["path"] = str(
+        run_dir.path / "model" if built else _absolute(config, config.model.path)
+    )
+    if not config.broker.port:
+        table["broker"]["port"] = (before and before.broker.port) or _free_port()
+    if config.broker.data_dir is not None:
+        table["broker"]["data_dir"] = _absolute(config, config.broker.data_dir)
+    if config.checkpoint.url is not None and "://" not in config.checkpoint.url:
+        table["checkpoint"]["url"] = _absolute(config, config.checkpoint.url)
+    for task in table["tasks"].values():
+        for key in ("agent", "reward", "prompts", "eval_prompts"):
+            if key in task:
+                task[key] = _absolute_spec(config, task[key], is_file=key.endswith("prompts"))
+    return table
+
+
+def _absolute(config: Config, path: str) -> str:
+    return str(config.resolve(path).resolve())
+
+
+def _absolute_spec(config: Config, spec: str, *, is_file: bool) -> str:
+    """Files and `file.py:function` made absolute; names and `module:function` as they are."""
+    file, separator, name = spec.rpartition(":")
+    if separator and file.endswith(".py"):
+        return f"{_absolute(config, file)}:{name}"
+    if is_file and not spec.startswith("reasoning-gym:"):
+        return _absolute(config, spec)
+    return spec
+
+
+def _builder(config: Config) -> str | None:
+    """model.path if it names a function that builds the model, `file.py` made absolute."""
+    source, separator, name = config.model.path.rpartition(":")
+    if separator and source and name.isidentifier():
+        return _absolute_spec(config, config.model.path, is_file=False)
+    return None
+
+
+def check_files(config: Config) -> None:
+    """ConfigError for a missing file of a task, EnvironmentFailure for a missing model folder."""
+    if _builder(config) is None:
+        folder = config.resolve(config.model.path)
+        if not (folder / "config.json").is_file():
+            raise EnvironmentFailure(
+                f"model.path: {folder} is no model folder (no config.json in it)"
+            )
+    for name, task in config.tasks.items():
+        for key in ("prompts", "eval_prompts"):
+            value = getattr(task, key)
+            if (
+                value
+                and not value.startswith("reasoning-gym:")
+                and not config.resolve(value).is_file()
+            ):
+                raise ConfigError(f"tasks.{name}.{key}: there is no file {config.resolve(value)}")
+        for key in ("agent", "reward"):
+            file, _, _ = getattr(task, key).rpartition(":")
+            if file.endswith(".py") and not config.resolve(file).is_file():
+                raise ConfigError(f"tasks.{name}.{key}: there is no file {config.resolve(file)}")
+
+
+def _changes(run_dir: RunDir, table: Mapping[str, Any], source: Source) -> tuple[str, ...]:
+    """'key: old -> new' for every key that differs; ConfigError for one that must not."""
+    earlier = load(run_dir.config_file).model_dump(exclude_none=True)
+    before, after = dict(_flat(earlier)), dict(_flat(table))
+    known = _read_source(run_dir)
+    if known is not None:
+        before["model.path"] = known.model or before["model.path"]
+    after["model.path"] = source.model or after["model.path"]
+    differ = [
+        (key, before.get(key), after.get(key))
+        for key in sorted(before.keys() | after.keys())
+        if key != "run.dir" and before.get(key) != after.get(key)
+    ]
+    for key, old, new in differ:
+        if key in _FIXED:
+            raise ConfigError(
+                f"{key}: cannot change from {old!r} to {new!r}: the log in {run_dir.path} depends on "
+                "it (choose another --run-dir)"
+            )
+    return tuple(f"{key}: {old!r} -> {new!r}" for key, old, new in differ)
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _read_source(run_dir: RunDir) -> Source | None:
+    file = run_dir.path / "source.json"
+    return msgspec.json.decode(file.read_bytes(), type=Source) if file.is_file() else None
+
+
+def _build_model(source: Source, run_dir: RunDir) -> None:
+    """Builds into a staging folder, in a process of its own (torch stays out of this one), and renames:
+    a killed build leaves no half model."""
+    assert source.model is not None
+    log = run_dir.log_file("model")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".model-", dir=run_dir.path) as staging:
+        built = Path(staging, "model")
+        script = str(Path(headwater.__file__).resolve())
+        command = [sys.executable, "-P", script, "build-model", source.model, str(built)]
+        command += ["--base-dir", source.folder]
+        with log.open("ab") as file:
+            code = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                check=False,
+            ).returncode
+        if code != 0:
+            raise RunFailed(f"model.path: {last_line(log)} (log in {log})", max(code, 1))
+        target = run_dir.path / "model"
+        if target.exists():  # of a start that was killed before it wrote config.toml
+            shutil.rmtree(target)
+        built.replace(target)
+
+
+def last_line(log: Path) -> str:
+    """The last line of a role's log that says something."""
+    try:
+        lines = log.read_bytes()[-8192:].decode(errors="replace").splitlines()
+    except OSError:
+        return "no log was written"
+    said = [line.strip() for line in lines if line.strip()]
+    return said[-1].removeprefix("headwater: ") if said else "nothing was logged"
+
+
+def _replace(file: Path, content: bytes) -> None:
+    staged = file.with_name(f".{file.name}.{os.getpid()}")
+    staged.write_bytes(content)
+    staged.replace(file)

@@ -1,0 +1,148 @@
+"""What a run looks like in the terminal: a live table when stdout is one, plain lines when it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+PLAIN_EVERY_S: Final = 5.0
+
+
+def status_lines(status: Mapping[str, Any]) -> list[str]:
+    """The status object for reading."""
+    groups, staleness, tokens = status["groups"], status["staleness"], status["tokens"]
+    policy, seconds, lag = status["policy"], status["seconds"], status["lag"]
+    lines = [
+        f"run        {status['run']}",
+        f"step       {status['step']} (version {_version(status['version'])})",
+        f"policy     {policy['name']}, bound {policy['bound']}, lookahead {policy['lookahead']}",
+        f"groups     {groups['granted']} granted: {groups['trained']} trained, {groups['closed']} "
+        f"closed, {groups['dropped']} dropped, {groups['open']} open",
+        f"staleness  mean {_number(staleness['mean'])}, p99 {_number(staleness['p99'])}, "
+        f"max {_number(staleness['max'])}",
+        f"tokens     {tokens['generated']} generated, {tokens['trained']} trained, "
+        f"{tokens['masked']} masked, {tokens['dropped']} dropped",
+        "seconds    " + ", ".join(f"{name} {_number(value)}" for name, value in seconds.items()),
+        f"publish    {_number(status['publish_s'])} s on average",
+        f"waiting    {_share(status['wait_share'])} of the trainer's time",
+        f"reward     {_number(status['reward']['last'])} in the last step",
+        f"eval       {_number(status['eval']['first'])} at first, {_number(status['eval']['last'])} "
+        f"now, on {status['eval']['num_prompts']} prompts",
+        "lag        " + ", ".join(f"{name} {value}" for name, value in lag.items()),
+    ]
+    if status["closed_by_reason"]:
+        reasons = status["closed_by_reason"].items()
+        lines.insert(4, "closed     " + ", ".join(f"{reason} {n}" for reason, n in reasons))
+    for role in status["roles"]:
+        version = f", version {_version(role['version'])}" if role["version"] else ""
+        pid = f"pid {role['pid']}, " if role["pid"] else ""
+        lines.append(
+            f"  {role['name']:<12} {role['state']} ({pid}{role['restarts']} restarts{version})"
+        )
+    return lines
+
+
+def plain_line(status: Mapping[str, Any]) -> str:
+    """The run in one line, for logs and pipes."""
+    restarts = sum(role["restarts"] for role in status["roles"])
+    return (
+        f"step {status['step']} · reward {_number(status['reward']['last'])} · "
+        f"eval {_number(status['eval']['last'])} · "
+        f"staleness {_number(status['staleness']['mean'])}/{_number(status['staleness']['max'])} · "
+        f"{_number(status['tokens_per_s'])} tokens/s · waiting {_share(status['wait_share'])} · "
+        f"publish {_number(status['publish_s'])} s · {status['groups']['open']} groups open"
+        + (f" · {restarts} restarts" if restarts else "")
+    )
+
+
+class RunView:
+    """Shows the newest status of a run until it is closed.
+
+    On a terminal a table that redraws itself; elsewhere one line a step, and one every five seconds
+    while no step ends. `say` prints a line above it."""
+
+    def __init__(self, console: Console, target_steps: int) -> None:
+        self._console = console
+        self._target = target_steps
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._last_step, self._last_line_at = -1, float("-inf")
+
+    def __enter__(self) -> RunView:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, line: str) -> None:
+        self._console.print(Text(line))
+
+    def show(
+        self, status: Mapping[str, Any] | None, roles: Sequence[Mapping[str, Any]], now: float
+    ) -> None:
+        """`roles` are the supervisor's own, fresher than those in `status`; `now` in seconds."""
+        if self._live is not None:
+            self._live.update(self._table(status, roles), refresh=True)
+        elif status is not None:
+            due = now - self._last_line_at >= PLAIN_EVERY_S
+            if status["step"] != self._last_step or due:
+                self.say(plain_line({**status, "roles": roles}))
+                self._last_step, self._last_line_at = status["step"], now
+
+    def _table(self, status: Mapping[str, Any] | None, roles: Sequence[Mapping[str, Any]]) -> Group:
+        people = Table(box=None, pad_edge=False, header_style="dim")
+        for title in ("role", "state", "pid", "restarts"):
+            people.add_column(title)
+        for role in roles:
+            style = "" if role["state"] in ("running", "finished") else "yellow"
+            people.add_row(
+                role["name"],
+                role["state"],
+                str(role["pid"] or "-"),
+                str(role["restarts"]),
+                style=style,
+            )
+        if status is None:
+            return Group(Text("starting", style="bold"), people)
+        staleness = status["staleness"]
+        figures = Table(box=None, pad_edge=False, show_header=False)
+        for name, value in (
+            ("step", f"{status['step']} of {self._target}"),
+            (
+                "reward",
+                f"{_number(status['reward']['last'])} (mean of 10: {_number(status['reward']['mean'])})",
+            ),
+            ("eval", f"{_number(status['eval']['first'])} -> {_number(status['eval']['last'])}"),
+            ("staleness", f"mean {_number(staleness['mean'])}, max {_number(staleness['max'])}"),
+            ("tokens/s", _number(status["tokens_per_s"])),
+            ("waiting", _share(status["wait_share"])),
+            ("publish", f"{_number(status['publish_s'])} s"),
+            ("lag", ", ".join(f"{topic} {n}" for topic, n in status["lag"].items())),
+        ):
+            figures.add_row(Text(name, style="dim"), value)
+        return Group(Text(f"{status['run']}", style="bold"), figures, people)
+
+
+def _version(version: Mapping[str, int] | None) -> str:
+    return "none" if version is None else f"{version['incarnation']}.{version['number']}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
