@@ -226,7 +226,7 @@ class FeedCore:
         if entry is None:
             return False
         self._by_reason[reason] += 1
-        self._settle(entry, "closed")
+        self._settle(entry, "closed", read=True)
         self._refunded.append(group_id)
         self._observe(Closed(group_id, reason))
         return True
@@ -239,7 +239,7 @@ class FeedCore:
             return False
         self._by_reason[reason] += 1
         self._counts["dropped"] += 1
-        self._settle(entry, "dropped")
+        self._settle(entry, "dropped", read=entry.coordinate is not None)
         self._dropped.append(group_id)
         self._refunded.append(group_id)
         self._observe(Closed(group_id, reason))
@@ -298,7 +298,7 @@ class FeedCore:
         if entry.coordinate is not None:
             self.drop(group_id)
             return
-        self._settle(entry, "closed")
+        self._settle(entry, "closed", read=False)
         self._observe(Closed(group_id, ""))
 
     # ------------------------------------------------------------------------------------- steps
@@ -322,7 +322,7 @@ class FeedCore:
         records = tuple(e.coordinate for e in entries if e.coordinate is not None)
         version, dropped = self.version, tuple(self._dropped)
         for entry in entries:
-            self._settle(entry, "trained")
+            self._settle(entry, "trained", read=True)
         self.committed, self._dropped = {}, []
         self._open_next(Version(version.incarnation, version.number + 1), len(entries))
         return ClosedStep(
@@ -352,7 +352,7 @@ class FeedCore:
                     + ("not open" if entry is None else f"at {entry.coordinate}")
                 )
             self._observe(Committed(record.group_id, manifest.step))
-            self._settle(entry, "trained")
+            self._settle(entry, "trained", read=entry.coordinate is not None)
         for group_id in manifest.dropped:
             self._drop_recorded(group_id)
         self._open_next(manifest.version, len(manifest.records))
@@ -434,8 +434,11 @@ class FeedCore:
     def is_settled(self, partition: int, offset: int) -> bool:
         return offset in self._frontiers[partition]
 
-    def _settle(self, entry: Entry, how: UNREAD) -> None:
+    def _settle(self, entry: Entry, how: UNREAD, *, read: bool) -> None:
+        """`read`: whether the group's terminal was."""
         del self.open[entry.group_id]
+        if not read:
+            self._unread[entry.group_id] = how
         self._cancelled.discard(entry.group_id)
         self._frontiers[entry.partition].add(entry.offset)
         self._counts["trained" if how == "trained" else "closed"] += 1
