@@ -86,8 +86,9 @@ class Producer:
     """Idempotent, acks=all. `send` returns at once; `flush` raises the first delivery error and
     returns the offsets of everything sent since the last flush, in order.
 
-    After an error nothing is in flight, but what failed may still have been written when only
-    the answer was lost: read the log back before sending it again."""
+    After an error from `flush` the producer is finished: nothing is in flight, but what failed
+    may still have been written when only the answer was lost. Read the log back, then take a new
+    one."""
 
     def __init__(self, cluster: Cluster, *, compression: str | None = "zstd") -> None:
         self._cluster = cluster

@@ -4,9 +4,9 @@
     policy (limits) ──▶ how far ahead the topic is
 
 Every record carries its running index and, after it, how many lines of each task were used. A
-killed feeder finds at the partitions' ends the indices each of them got, and goes on exactly
-there: nothing is written twice, nothing is left out. A line that is no prompt is written as it is; the
-rollout stage says what is wrong with it.
+killed feeder finds at the partitions' ends the indices each of them got, and goes on there: nothing
+is written twice, nothing is left out. A line that is no prompt is written as it is; the rollout
+stage says what is wrong with it.
 """
 
 from __future__ import annotations

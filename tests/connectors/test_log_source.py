@@ -1,0 +1,264 @@
+"""The granted source: limits, versions, skipped offsets, resume."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from connectors.kafka import source as source_module
+from connectors.kafka.client import (
+    Cluster,
+    KafkaFailure,
+    OffsetGone,
+    Producer,
+    Record,
+    ensure_topics,
+)
+from connectors.kafka.source import (
+    MAX_BATCH,
+    Item,
+    ItemReader,
+    LogSource,
+    SourcePart,
+    SourceState,
+    StopFlag,
+)
+from connectors.records import Announcement, Begin, PolicyRecord, Version, encode
+
+TOPICS = {"prompts": 2, "policy": 1}
+
+
+def write(cluster: Cluster, topic: str, partition: int, values: Sequence[bytes]) -> None:
+    producer = Producer(cluster)
+    for value in values:
+        producer.send(cluster.topic(topic), partition, value)
+    producer.flush()
+    producer.close()
+
+
+def grant(cluster: Cluster, *records: PolicyRecord) -> None:
+    write(cluster, "policy", 0, [encode(record) for record in records])
+
+
+def begin(epoch: int) -> Begin:
+    return Begin(epoch=epoch, writer="test", resumed_step=0, started_at=0.0)
+
+
+def limits(number: int, *offsets: int, epoch: int = 0) -> Announcement:
+    return Announcement(epoch=epoch, version=Version(0, number), digest="0" * 16, limits=offsets)
+
+
+def part(
+    cluster: Cluster, partition: int, state: SourceState | None = None, granted: bool = True
+) -> SourcePart:
+    source = LogSource(cluster, "prompts", granted=granted, stop=StopFlag())
+    assert source.list_parts() == ["0", "1"]
+    state = pickle.loads(pickle.dumps(state))
+    return source.build_part("step", str(partition), state)
+
+
+def take(source: SourcePart, count: int) -> list[tuple[int, int | None]]:
+    """(offset, version number) of the next `count` items, which must come within 20 s."""
+    found: list[tuple[str, Item]] = []
+    deadline = time.monotonic() + 20
+    while len(found) < count:
+        found += source.next_batch()
+        assert time.monotonic() < deadline, f"only {len(found)} of {count} items came"
+    return [
+        (item.origin.offset, item.min_version.number if item.min_version else None)
+        for _, item in found
+    ]
+
+
+def is_quiet(source: SourcePart) -> bool:
+    """Emits nothing over many calls (each a chance to overrun its limit)."""
+    return all(not source.next_batch() for _ in range(50))
+
+
+def test_a_granted_source_stops_at_its_limit_and_goes_on_when_it_rises(cluster: Cluster) -> None:
+    ensure_topics(cluster, TOPICS)
+    write(cluster, "prompts", 1, [b"%d" % i for i in range(20)])
+    source = part(cluster, 1)
+    assert is_quiet(source)
+    grant(cluster, begin(0), limits(0, 99, 3), limits(1, 99, 3), limits(2, 99, 5))
+    assert take(source, 5) == [(0, 0), (1, 0), (2, 0), (3, 2), (4, 2)]
+    assert is_quiet(source)
+    grant(cluster, limits(4, 99, 20))
+    assert take(source, 15) == [(offset, 4) for offset in range(5, 20)]
+    source.close()
+
+
+def test_a_limit_beyond_the_end_waits_for_what_is_written_later(cluster: Cluster) -> None:
+    ensure_topics(cluster, TOPICS)
+    grant(cluster, limits(1, 10, 0))
+    write(cluster, "prompts", 0, [b"0", b"1"])
+    source = part(cluster, 0)
+    assert take(source, 2) == [(0, 1), (1, 1)]
+    assert is_quiet(source)
+    write(cluster, "prompts", 0, [b"2"])
+    assert take(source, 1) == [(2, 1)]
+    source.close()
+
+
+def test_a_fenced_trainer_grants_nothing_and_a_grant_is_never_taken_back(cluster: Cluster) -> None:
+    ensure_topics(cluster, TOPICS)
+    write(cluster, "prompts", 0, [b"x"] * 10)
+    grant(cluster, begin(1), limits(1, 4, 0, epoch=1), begin(2), limits(9, 10, 0, epoch=1))
+    grant(cluster, limits(2, 3, 0, epoch=2))
+    source = part(cluster, 0)
+    assert take(source, 4) == [(0, 1), (1, 1), (2, 1), (3, 1)]
+    assert is_quiet(source)
+    source.close()
+
+
+def test_a_resumed_source_continues_with_the_same_offsets_and_versions(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Snapshots are taken after every item: each must resume to the very same rest."""
+    ensure_topics(cluster, TOPICS)
+    write(cluster, "prompts", 0, [b"%d" % i for i in range(9)])
+    grant(cluster, begin(7), limits(0, 2, 0, epoch=7), limits(1, 2, 0, epoch=7))
+    grant(cluster, limits(2, 5, 0, epoch=7), begin(9), limits(3, 8, 0, epoch=7))
+    grant(cluster, limits(4, 6, 0, epoch=9), limits(5, 9, 0, epoch=9))
+    expected = [(0, 0), (1, 0), (2, 2), (3, 2), (4, 2), (5, 4), (6, 5), (7, 5), (8, 5)]
+    whole = part(cluster, 0)
+    assert take(whole, 9) == expected
+    whole.close()
+    state: SourceState | None = None
+    for offset in range(9):
+        monkeypatch.setattr(source_module, "MAX_BATCH", 1)
+        one = part(cluster, 0, state)
+        assert take(one, 1) == [expected[offset]]
+        state = one.snapshot()
+        one.close()
+        monkeypatch.undo()
+        rest = part(cluster, 0, state)
+        if offset < 8:
+            assert take(rest, 8 - offset) == expected[offset + 1 :]
+        rest.close()
+
+
+def test_an_ungranted_source_reads_everything_and_resumes(cluster: Cluster) -> None:
+    ensure_topics(cluster, TOPICS)
+    write(cluster, "prompts", 0, [b"%d" % i for i in range(3)])
+    source = part(cluster, 0, granted=False)
+    assert take(source, 3) == [(0, None), (1, None), (2, None)]
+    state = source.snapshot()
+    source.close()
+    write(cluster, "prompts", 0, [b"3"])
+    source = part(cluster, 0, state, granted=False)
+    assert take(source, 1) == [(3, None)]
+    source.close()
+
+
+def test_a_resume_outside_the_log_says_what_to_do(cluster: Cluster) -> None:
+    ensure_topics(cluster, TOPICS)
+    write(cluster, "prompts", 0, [b"0"])
+    with pytest.raises(OffsetGone, match=r"prompts/0: cannot resume at offset 5.*recovery folder"):
+        part(cluster, 0, (5, 0, -1, 0), granted=False)
+
+
+def test_a_source_over_a_missing_topic_is_an_error(cluster: Cluster) -> None:
+    with pytest.raises(KafkaFailure, match="does not exist"):
+        LogSource(cluster, "prompts", granted=True).list_parts()
+
+
+def test_the_stop_flag_ends_the_source(cluster: Cluster) -> None:
+    ensure_topics(cluster, TOPICS)
+    stop = StopFlag()
+    source = LogSource(cluster, "prompts", granted=False, stop=stop).build_part("s", "0", None)
+    assert source.next_batch() == []
+    stop.set()
+    with pytest.raises(StopIteration):
+        source.next_batch()
+    source.close()
+
+
+class GappyReader:
+    """A reader of one partition whose log holds only some offsets (compacted, control records)."""
+
+    def __init__(self, offsets: Sequence[int], end: int) -> None:
+        self._offsets, self._end, self._position = offsets, end, 0
+
+    def starts(self) -> dict[int, int]:
+        return {0: 0}
+
+    def ends(self) -> dict[int, int]:
+        return {0: self._end}
+
+    def seek(self, partition: int, offset: int) -> None:
+        self._position = offset
+
+    def positions(self) -> dict[int, int]:
+        return {0: self._position}
+
+    def poll(self, timeout_s: float = 0.0, max_records: int = 500) -> list[Record]:
+        found = [o for o in self._offsets if o >= self._position][:max_records]
+        rest = [o for o in self._offsets if o >= self._position][max_records:]
+        self._position = rest[0] if rest else self._end
+        return [
+            Record(
+                topic="t", partition=0, offset=o, key=None, value=b"", headers={}, timestamp_ms=0
+            )
+            for o in found
+        ]
+
+
+class FixedGrants:
+    """Everything below `limit` is granted at one version."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+
+    def limit(self) -> int:
+        return self._limit
+
+    def version_of(self, offset: int) -> Version:
+        return Version(0, 0)
+
+    def resume_from(self) -> tuple[int, int, int]:
+        return (0, -1, 0)
+
+    def close(self) -> None: ...
+
+
+def emitted(source: SourcePart, calls: int) -> list[tuple[int, bool]]:
+    """(offset, whether it holds a record) of everything in `calls` calls."""
+    items = [item for _ in range(calls) for _, item in source.next_batch()]
+    return [(item.origin.offset, item.record is not None) for item in items]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "end", "limit"),
+    [
+        ([0, 3, 4], 5, 5),  # inside
+        ([2], 3, 3),  # at the start
+        ([0, 1], 6, 6),  # at the end: only the position shows it
+        ([], 4, 4),  # nothing at all
+        ([0, 8], 9, 4),  # a gap across the limit: only its granted part
+        ([0, 300], 301, 301),  # longer than a batch
+    ],
+)
+def test_each_offset_the_broker_skipped_comes_out_without_a_record(
+    offsets: list[int], end: int, limit: int
+) -> None:
+    reader, grants = GappyReader(offsets, end), FixedGrants(limit)
+    source = SourcePart(reader, "t", 0, 0, grants, StopFlag())  # type: ignore[arg-type]
+    calls = end // MAX_BATCH + 4
+    assert emitted(source, calls) == [(o, o in offsets) for o in range(min(limit, end))]
+
+
+def test_an_item_is_fetched_again_by_its_offset(cluster: Cluster) -> None:
+    ensure_topics(cluster, TOPICS)
+    write(cluster, "prompts", 1, [b"%d" % i for i in range(5)])
+    refetch = ItemReader(cluster, "prompts")
+    for offset in (3, 0):
+        item = refetch(1, offset)
+        assert item.record is not None
+        assert (item.origin.partition, item.origin.offset) == (1, offset)
+        assert item.record.value == b"%d" % offset
+    with pytest.raises(OffsetGone):
+        refetch(1, 5)
