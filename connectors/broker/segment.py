@@ -151,7 +151,8 @@ def _intact_at(data: mmap.mmap, position: int, base_offset: int) -> BatchHeader 
         header = parse_header(data, position)
     except struct.error:
         return None
-    if header.base_offset != base_offset or not header.plausible:
+    # Offset and leader epoch are ours, and no checksum covers them.
+    if header.base_offset != base_offset or header.leader_epoch != 0 or not header.plausible:
         return None
     if position + header.size > len(data) or not checksum_matches(header, data, position):
         return None
