@@ -1,7 +1,7 @@
 """The weights channel: from the trainer's rank 0 to the engines, over a process group of its own.
 
-`layout` says what is published, `wire` what the two sides say over HTTP, `sender` and `receiver` are
-the sides.
+`layout` says what is published, `wire` what the two sides say over HTTP, `group` is what they form,
+`sender` and `receiver` are the sides.
 """
 
 from connectors.weights.layout import (
@@ -14,11 +14,14 @@ from connectors.weights.layout import (
     shapes_of,
 )
 from connectors.weights.receiver import Staged, WeightsReceiver
+from connectors.weights.sender import WeightsSender
 from connectors.weights.wire import (
     Ack,
+    EpochRefused,
     FenceRequest,
     JoinRequest,
     RelabelRequest,
+    Unreachable,
     UpdateRequest,
     WeightsError,
 )
@@ -26,6 +29,7 @@ from connectors.weights.wire import (
 __all__ = [
     "BUCKET_BYTES",
     "Ack",
+    "EpochRefused",
     "FenceRequest",
     "JoinRequest",
     "Plan",
@@ -33,9 +37,11 @@ __all__ = [
     "Slot",
     "Snapshot",
     "Staged",
+    "Unreachable",
     "UpdateRequest",
     "WeightsError",
     "WeightsReceiver",
+    "WeightsSender",
     "digest",
     "plan",
     "shapes_of",
