@@ -277,6 +277,7 @@ class FeedCore:
     def _read_again(self, group_id: str, ended: UNREAD, reason: str | None) -> None:
         """The first terminal of a group that an announcement or manifest settled before it was read
         (`reason` None: a scored group)."""
+        self._num_arrived += reason is None
         if ended == "trained" and reason is not None:
             raise LedgerBroken(f"{group_id} was trained, but its first terminal says {reason}")
         if ended != "closed":

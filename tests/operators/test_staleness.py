@@ -1,0 +1,326 @@
+"""n-step-off against an independent, literal reading of the in-order rule, and by hand."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from connectors.records import Version
+from operators.staleness import policy
+from operators.staleness.lineage import Fork, lag
+from operators.staleness.types import (
+    Announced,
+    Arrived,
+    Choice,
+    Closed,
+    Committed,
+    Event,
+    Granted,
+    Ledger,
+    OpenGroup,
+    StalenessPolicy,
+)
+
+
+def v(number: int) -> Version:
+    return Version(0, number)
+
+
+class Run:
+    """A policy under test with the ledger it is shown."""
+
+    def __init__(self, subject: StalenessPolicy[Any], batch_size: int) -> None:
+        self.policy = subject
+        self.batch_size = batch_size
+        self.state = subject.start()
+        self.version = 0
+        self.published = 0
+        self.committed = 0
+        self.num_granted = 0
+        self.open: dict[str, OpenGroup] = {}
+
+    def ledger(self) -> Ledger:
+        return Ledger(
+            version=v(self.version),
+            batch_size=self.batch_size,
+            free_slots=self.batch_size - self.committed,
+            group_size=1,
+            groups=tuple(self.open.values()),
+            num_granted=self.num_granted,
+            num_trained=0,
+            num_closed=0,
+            num_unpublished=0,
+        )
+
+    def observe(self, event: Event) -> None:
+        before = msgspec.json.encode(self.state)
+        after = self.policy.observe(self.state, event)
+        assert msgspec.json.encode(self.state) == before, "observe changed the state it was given"
+        self.state = msgspec.json.decode(msgspec.json.encode(after), type=type(after))
+
+    def publish(self, number: int) -> None:
+        self.published = number
+        self.observe(Announced(v(number)))
+
+    def credits(self) -> int:
+        return self.policy.credits(self.state, self.ledger())
+
+    def grant(self) -> str:
+        group_id = f"p/0/{self.num_granted}"
+        self.open[group_id] = OpenGroup(
+            group_id=group_id,
+            partition=0,
+            offset=self.num_granted,
+            oldest=v(self.published),
+            newest=None,
+            admitted_at=v(self.published),
+            state="running",
+            order=self.num_granted,
+        )
+        self.num_granted += 1
+        self.observe(Granted(group_id, v(self.published)))
+        return group_id
+
+    def grant_all(self) -> list[str]:
+        return [self.grant() for _ in range(self.credits())]
+
+    def arrive(self, group_id: str, oldest: int | None = None) -> None:
+        group = self.open[group_id]
+        true = group.oldest if oldest is None else v(oldest)
+        self.open[group_id] = OpenGroup(
+            group_id=group_id,
+            partition=0,
+            offset=group.offset,
+            oldest=true,
+            newest=true,
+            admitted_at=group.admitted_at,
+            state="ready",
+            order=group.order,
+            ready_order=0,
+        )
+        self.observe(Arrived(group_id, true, true))
+
+    def close(self, group_id: str) -> None:
+        del self.open[group_id]
+        self.observe(Closed(group_id, "reward_failed"))
+
+    def choose(self) -> Choice:
+        """Asks, commits, and goes on to the next step when this one is full."""
+        choice = self.policy.choose(self.state, self.ledger())
+        for group_id in choice.drop:
+            self.close(group_id)
+        for group_id in choice.commit:
+            del self.open[group_id]
+            self.committed += 1
+            self.observe(Committed(group_id, self.version + 1))
+        if self.committed == self.batch_size:
+            self.version, self.committed = self.version + 1, 0
+        return choice
+
+
+class InOrder:
+    """The rule as written: targets are filled in order with B groups each."""
+
+    def __init__(self, n: int, batch_size: int) -> None:
+        self.n = n
+        self.batch_size = batch_size
+        self.target: dict[str, int] = {}
+
+    def short(self, version: int, published: int) -> Iterator[int]:
+        """Grantable targets with room, one entry a missing group."""
+        for target in range(version, published + self.n + 1):
+            for _ in range(self.batch_size - list(self.target.values()).count(target)):
+                yield target
+
+    def grant(self, group_id: str, version: int, published: int) -> None:
+        self.target[group_id] = next(self.short(version, published))
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3])
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_it_grants_and_commits_what_the_in_order_rule_says(n: int, batch_size: int) -> None:
+    chance = random.Random(n * 10 + batch_size)
+    for _ in range(20):
+        run, rule = Run(policy("n-step-off", n=n), batch_size), InOrder(n, batch_size)
+        run.publish(0)
+        for _ in range(120):
+            act = chance.choice(["grant", "arrive", "arrive", "close", "choose", "publish"])
+            running = [g for g in run.open.values() if g.state == "running"]
+            room = list(rule.short(run.version, run.published))
+            assert run.credits() == len(room)
+            if act == "grant" and room:
+                rule.grant(run.grant(), run.version, run.published)
+            elif act == "arrive" and running:
+                group = chance.choice(running)
+                run.arrive(group.group_id, chance.randint(group.admitted_at.number, run.published))
+            elif act == "close" and running and chance.random() < 0.5:
+                group = chance.choice(running)
+                del rule.target[group.group_id]
+                run.close(group.group_id)
+            elif act == "choose":
+                version = run.version
+                due = {
+                    g.group_id: g
+                    for g in run.open.values()
+                    if g.state == "ready" and rule.target[g.group_id] == version
+                }
+                choice = run.choose()
+                assert choice.commit == tuple(due)
+                assert choice.drop == ()
+                assert all(version - g.oldest.number <= n for g in due.values())
+            elif act == "publish" and run.published < run.version:
+                run.publish(run.published + 1)
+
+
+def test_nothing_is_granted_before_a_version_is_published() -> None:
+    run = Run(policy("one-step-off"), 4)
+    assert run.credits() == 0
+    run.publish(0)
+    assert run.credits() == 8
+
+
+def test_sync_grants_the_next_batch_only_when_its_version_is_published() -> None:
+    run = Run(policy("sync"), 2)
+    run.publish(0)
+    first = run.grant_all()
+    assert len(first) == 2
+    for group_id in first:
+        run.arrive(group_id)
+    run.choose()
+    assert (run.version, run.credits()) == (1, 0)
+    run.publish(1)
+    assert run.credits() == 2
+
+
+def test_a_replacement_takes_the_place_of_the_group_that_closed() -> None:
+    run = Run(policy("n-step-off", n=1), 2)
+    run.publish(0)
+    a, b, c, d = run.grant_all()
+    run.close(a)
+    assert run.credits() == 1
+    replacement = run.grant()
+    for group_id in (c, d, b, replacement):
+        run.arrive(group_id)
+    assert run.choose().commit == (b, replacement)
+    assert run.choose().commit == (c, d)
+
+
+def test_a_group_that_never_ends_is_waited_for_and_not_overtaken() -> None:
+    run = Run(policy("n-step-off", n=2), 2)
+    run.publish(0)
+    endless, *others = run.grant_all()
+    for group_id in others:
+        run.arrive(group_id)
+    assert run.choose().commit == (others[0],)
+    for _ in range(5):
+        assert run.choose() == Choice()
+        assert run.credits() == 0
+    run.arrive(endless, oldest=0)
+    assert run.choose().commit == (endless,)
+
+
+def test_a_refund_keeps_training_going_when_every_other_group_fails() -> None:
+    run = Run(policy("n-step-off", n=1), 2)
+    run.publish(0)
+    for turn in range(60):
+        for number, group_id in enumerate(run.grant_all()):
+            if number % 2:
+                run.close(group_id)
+            else:
+                run.arrive(group_id)
+        run.choose()
+        if run.published < run.version and turn % 2:
+            run.publish(run.version)
+    assert run.version > 20
+
+
+def test_a_batch_chosen_before_the_last_publish_keeps_the_bound_at_the_version_it_trains() -> None:
+    run = Run(policy("n-step-off", n=1), 1)
+    run.publish(0)
+    first, second = run.grant_all()
+    run.arrive(first, oldest=0)
+    run.arrive(second, oldest=0)
+    assert run.choose().commit == (first,)
+    assert run.choose().commit == (second,), "trains at version 1, one after its start"
+    assert (run.version, run.credits()) == (2, 0), "a third one from version 0 would be two off"
+
+
+def test_a_group_too_old_after_n_was_lowered_is_dropped_not_held() -> None:
+    run = Run(policy("n-step-off", n=3), 1)
+    run.publish(0)
+    groups = run.grant_all()
+    for group_id in groups:
+        run.arrive(group_id, oldest=0)
+    run.policy = policy("n-step-off", n=1)
+    assert run.choose().commit == (groups[0],)
+    assert run.choose().commit == (groups[1],)
+    assert run.choose().drop == (groups[2],)
+    run.publish(2)
+    assert run.credits() == 1, "the place of the dropped group"
+    run.arrive(run.grant(), oldest=2)
+    run.choose()
+    assert run.choose().drop == (groups[3],)
+
+
+def test_a_changed_batch_size_goes_on_from_what_is_open() -> None:
+    run = Run(policy("n-step-off", n=1), 4)
+    run.publish(0)
+    groups = run.grant_all()
+    for group_id in groups:
+        run.arrive(group_id)
+    run.choose()
+    run.batch_size = 2
+    assert run.credits() == 0
+    assert run.choose().commit == tuple(groups[4:6])
+    assert run.choose().drop == tuple(groups[6:8]), "version 0 is two behind version 2"
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("n-step-of", {}, "unknown staleness policy 'n-step-of', did you mean 'n-step-off'?"),
+        ("n-step-off", {"m": 1}, "n-step-off: unknown parameter 'm'; known: n"),
+        ("n-step-off", {"lookahead": 1}, "n-step-off: unknown parameter 'lookahead'; known: n"),
+        ("sync", {"n": 1}, "sync: unknown parameter 'n': it takes none"),
+        ("n-step-off", {}, "n-step-off: parameter 'n' is missing"),
+        ("n-step-off", {"n": -1}, "n-step-off: n must be an integer of at least 0, got -1"),
+        ("n-step-off", {"n": True}, "n-step-off: n must be an integer of at least 0, got True"),
+        ("n-step-off", {"n": "auto"}, "n-step-off: n must be an integer of at least 0, got 'auto'"),
+    ],
+)
+def test_a_wrong_setting_is_one_clear_line(
+    name: str, parameters: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        policy(name, **parameters)
+
+
+@pytest.mark.parametrize(("name", "bound"), [("sync", 0), ("one-step-off", 1)])
+def test_the_named_settings_carry_their_bound(name: str, bound: int) -> None:
+    assert (policy(name).name, policy(name).bound, policy(name).unit) == (name, bound, "group")
+
+
+def test_versions_of_one_incarnation_are_their_numbers_apart() -> None:
+    assert lag(v(7), v(4)) == 3
+    assert lag(v(4), v(7)) == -3
+
+
+def test_a_rebuild_counts_as_if_it_were_the_same_incarnation() -> None:
+    lineage = {1: Fork(parent=0, number=5, reason="rebuild")}
+    assert lag(Version(1, 9), Version(0, 7), lineage) == 2
+    assert lag(Version(1, 9), Version(0, 7)) == 2
+
+
+def test_versions_that_a_rollback_gave_up_are_as_far_as_the_way_there_and_back() -> None:
+    lineage = {
+        1: Fork(parent=0, number=5, reason="rollback"),
+        2: Fork(parent=1, number=8, reason="rebuild"),
+    }
+    assert lag(Version(1, 7), Version(0, 9), lineage) == (7 - 5) + (9 - 5)
+    assert lag(Version(1, 7), Version(0, 3), lineage) == 4
+    assert lag(Version(2, 10), Version(0, 9), lineage) == (8 - 5) + (10 - 8) + (9 - 5)

@@ -1,0 +1,556 @@
+"""The ledger against a simulated run: logs, sources, a trainer and crashes, in any interleaving."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from connectors.records import (
+    Announcement,
+    Closed,
+    Coordinate,
+    Manifest,
+    Version,
+    decode_as,
+    encode,
+    parse_group_id,
+)
+from operators.staleness import policy
+from trainer.feed_state import ClosedStep, FeedState
+from trainer.frontier import Frontier
+from trainer.ledger import FeedCore, LedgerBroken, fresh, recover
+
+TOPIC = "test.prompts"
+
+
+def gid(partition: int, offset: int) -> str:
+    return f"{TOPIC}/{partition}/{offset}"
+
+
+def v(number: int) -> Version:
+    return Version(0, number)
+
+
+def manifest(step: ClosedStep, epoch: int = 0) -> Manifest:
+    return Manifest(
+        step=step.step,
+        epoch=epoch,
+        version=v(step.version.number + 1),
+        records=step.records,
+        micro_batches=(),
+        seed=0,
+        digest_before="",
+        digest="",
+        dropped=step.dropped,
+    )
+
+
+class World:
+    """The logs and everything around the feed. The feed is `core`; a crash replaces it."""
+
+    def __init__(self, n: int, batch_size: int, num_partitions: int) -> None:
+        self.n = n
+        self.batch_size = batch_size
+        self.ends = [0] * num_partitions
+        self.trajectories: list[list[tuple[Coordinate, Version] | Closed]] = [
+            [] for _ in range(num_partitions)
+        ]
+        self.policy_log: list[Announcement | int] = []  # an int is the begin of that epoch
+        self.chain: list[Manifest] = []
+        self.checkpoints: list[bytes] = [encode(fresh(num_partitions))]
+        self.min_version: dict[str, Version] = {}  # of granted groups
+        self.started: dict[str, Version] = {}
+        self.oldest: dict[str, Version] = {}  # of scored groups
+        self.limits = [0] * num_partitions
+        self.epoch = 0
+        self.restart(0)
+
+    def restart(self, checkpoint: int) -> None:
+        """A new trainer recovers from one of the checkpoints."""
+        state = decode_as(self.checkpoints[checkpoint], FeedState)
+        self.epoch = len(self.policy_log)
+        self.policy_log.append(self.epoch)
+        self.core = FeedCore(
+            policy("n-step-off", n=self.n),
+            state,
+            prompts_topic=TOPIC,
+            batch_size=self.batch_size,
+        )
+        announcements = [
+            (offset, record)
+            for offset, record in enumerate(self.policy_log)
+            if offset >= state.policy_offset and isinstance(record, Announcement)
+        ]
+        after = [m for m in self.chain if m.step > state.version.number]
+        recover(self.core, announcements, after)
+        self.steps: list[ClosedStep] = []
+        self.snapshots: dict[int, bytes] = {}
+        self.in_engines: Version | None = None
+
+    # ---------------------------------------------------------------------------- feed, publisher
+    def announce(self, publish: bool, apply: bool = True) -> None:
+        if publish:
+            self.in_engines = v(len(self.chain))
+        if self.in_engines is None:
+            return
+        said = (self.in_engines, f"digest-{self.in_engines}")
+        due = self.core.propose(self.ends, epoch=self.epoch, published=said)
+        if due is None:
+            return
+        self.policy_log.append(due)
+        if apply:
+            self.core.apply_announcement(len(self.policy_log) - 1, due)
+        for partition, limit in enumerate(due.limits):
+            assert limit <= self.ends[partition], "granted beyond the end"
+            for offset in range(self.limits[partition], limit):
+                self.min_version[gid(partition, offset)] = due.version
+            self.limits[partition] = limit
+
+    def read(self, partition: int, count: int) -> None:
+        core, log = self.core, self.trajectories[partition]
+        at = core.read[partition]
+        for offset in range(at, min(at + count, len(log))):
+            record = log[offset]
+            if isinstance(record, Closed):
+                core.closed(record.group_id, record.reason, at=(partition, offset))
+            else:
+                core.arrived(record[0], record[1], record[1], 1)
+            core.passed(partition, offset)
+
+    def choose(self) -> None:
+        step = self.core.choose()
+        if step is not None:
+            assert len(step.records) == self.batch_size
+            self.steps.append(step)
+
+    # ------------------------------------------------------------------------- sources and engine
+    def waiting(self) -> list[str]:
+        return [g for g in self.min_version if g not in self.started]
+
+    def running(self) -> list[str]:
+        done = {g for log in self.trajectories for g in map(_group_of, log)}
+        return [g for g in self.started if g not in done]
+
+    def start(self, group_id: str, chance: random.Random) -> None:
+        """On an engine that holds the grant's version or any newer one that was ever trained."""
+        lowest = self.min_version[group_id].number
+        self.started[group_id] = v(chance.choice([lowest, chance.randint(lowest, self.newest())]))
+
+    def newest(self) -> int:
+        """The newest version any engine held: an announced one, or one about to be."""
+        return max(a.version.number for a in self.policy_log if isinstance(a, Announcement))
+
+    def end(self, group_id: str, reason: str | None) -> None:
+        partition = parse_group_id(group_id).partition
+        log = self.trajectories[partition]
+        if reason is not None:
+            log.append(Closed(group_id=group_id, reason=reason))
+            return
+        self.oldest.setdefault(group_id, self.started[group_id])
+        log.append((Coordinate(partition, len(log), 7, group_id), self.oldest[group_id]))
+
+    # ------------------------------------------------------------------------------------ trainer
+    def train(self) -> None:
+        step = self.steps.pop(0)
+        assert step.step == len(self.chain) + 1
+        trained = {r.group_id for m in self.chain for r in m.records}
+        for record in step.records:
+            assert record.group_id not in trained, "trained twice"
+            staleness = step.version.number - self.oldest[record.group_id].number
+            assert 0 <= staleness <= self.n, f"{record.group_id} is {staleness} old"
+        self.chain.append(manifest(step, self.epoch))
+        self.snapshots[step.step] = encode(step.snapshot)
+
+    def check(self) -> None:
+        core = self.core
+        counts = core.audit_counts()
+        assert counts["credit_balance"] == 0
+        assert counts["dropped"] == 0
+        for partition, limit in enumerate(core.limits):
+            for offset in range(limit):
+                is_open = gid(partition, offset) in core.open
+                assert is_open != core.is_settled(partition, offset)
+            assert not core.is_settled(partition, limit)
+
+    def drain(self) -> None:
+        """Everything goes on until nothing moves; only the lack of prompts may be the cause."""
+        for turn in range(10_000):
+            before = self.progress()
+            self.announce(publish=True)
+            for group_id in self.waiting():
+                self.start(group_id, random.Random(turn))
+            for k, group_id in enumerate(self.running()):
+                self.end(group_id, "reward_failed" if (turn + k) % 5 == 0 else None)
+            for partition in range(len(self.ends)):
+                self.read(partition, 10_000)
+            self.choose()
+            if self.steps:
+                self.train()
+            self.check()
+            if self.progress() == before:
+                break
+        assert list(self.core.limits) == self.ends, "prompts remain, and nothing moves"
+        self.account()
+
+    def progress(self) -> tuple[Any, ...]:
+        return len(self.chain), tuple(self.limits), len(self.started), self.core.audit_counts()
+
+    def account(self) -> None:
+        """Each granted group has one fate, by the log alone and by the ledger."""
+        trained = Counter(r.group_id for m in self.chain for r in m.records)
+        assert set(trained.values()) <= {1}
+        first: dict[str, Any] = {}
+        for log in self.trajectories:
+            for record in log:
+                first.setdefault(_group_of(record), record)
+        closed = {g for g, record in first.items() if isinstance(record, Closed)}
+        assert not closed & set(trained)
+        counts = self.core.audit_counts()
+        assert counts["trained"] == len(trained)
+        assert counts["closed"] == len(closed)
+        assert sum(counts["closed_by_reason"].values()) == len(closed)
+        assert set(self.core.open) == set(self.min_version) - closed - set(trained)
+        extra = sum(len(log) for log in self.trajectories) - len(first)
+        assert counts["duplicates"] == extra
+        assert counts["ungranted"] == 0
+
+
+def _group_of(record: tuple[Coordinate, Version] | Closed) -> str:
+    return record.group_id if isinstance(record, Closed) else record[0].group_id
+
+
+def act(world: World, chance: random.Random) -> None:
+    """One thing happens somewhere."""
+    name = chance.choice(
+        ["prompts"]
+        + ["announce", "start", "end", "read", "choose", "train"] * 10
+        + ["second terminal", "crash", "crash after announcing"]
+    )
+    if name == "prompts":  # partition 2, where there is one, stays idle
+        world.ends[chance.randrange(min(2, len(world.ends)))] += chance.randint(1, 12)
+    elif name == "announce":
+        world.announce(publish=chance.random() < 0.5)
+    elif name == "start":
+        waiting = world.waiting()
+        for group_id in chance.sample(waiting, min(4, len(waiting))):
+            world.start(group_id, chance)
+    elif name == "end":
+        running = world.running()
+        for group_id in chance.sample(running, min(4, len(running))):
+            world.end(group_id, chance.choice([None, None, None, "reward_failed", "malformed"]))
+    elif name == "second terminal" and any(world.trajectories):
+        log = chance.choice([log for log in world.trajectories if log])
+        world.end(_group_of(chance.choice(log)), chance.choice([None, "reward_timeout"]))
+    elif name == "read":
+        world.read(chance.randrange(len(world.ends)), chance.randint(1, 20))
+    elif name == "choose":
+        world.choose()
+    elif name == "train" and world.steps:
+        world.train()
+        if chance.random() < 0.4:
+            world.checkpoints.append(world.snapshots[len(world.chain)])
+    elif name == "crash":
+        crash(world, chance)
+    elif name == "crash after announcing":
+        world.announce(publish=chance.random() < 0.5, apply=False)
+        crash(world, chance)
+
+
+def crash(world: World, chance: random.Random) -> None:
+    """Whatever the trainer had in memory, groups open before and after keep their places."""
+    before = world.core._policy_state.taken
+    world.restart(max(0, len(world.checkpoints) - 1 - chance.randrange(3)))
+    after = world.core._policy_state.taken
+    assert {g: s for g, s in after.items() if g in before} == {
+        g: s for g, s in before.items() if g in after
+    }
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    n=st.integers(0, 3),
+    batch_size=st.integers(1, 4),
+    num_partitions=st.integers(1, 3),
+    acts=st.lists(st.integers(0, 2**20), min_size=300, max_size=300),
+)
+def test_whatever_happens_in_whatever_order_the_books_balance_and_training_goes_on(
+    n: int, batch_size: int, num_partitions: int, acts: list[int]
+) -> None:
+    world = World(n, batch_size, num_partitions)
+    for seed in acts:
+        act(world, random.Random(seed))
+        world.check()
+    world.drain()
+
+
+# ----------------------------------------------------------------------------------- by hand
+def core_of(
+    state: FeedState | None = None,
+    *,
+    n: int = 1,
+    batch_size: int = 2,
+    num_partitions: int = 1,
+    name: str = "n-step-off",
+) -> FeedCore:
+    subject = policy(name, n=n) if name == "n-step-off" else policy(name)
+    return FeedCore(
+        subject,
+        state or fresh(num_partitions),
+        prompts_topic=TOPIC,
+        batch_size=batch_size,
+    )
+
+
+def publish(core: FeedCore, number: int, ends: list[int]) -> Announcement | None:
+    due = core.propose(ends, epoch=0, published=(v(number), "d"))
+    if due is not None:
+        core.apply_announcement(core.policy_offset, due)
+    return due
+
+
+def arrive(core: FeedCore, offset: int, number: int = 0, *, at: int | None = None) -> bool:
+    where = core.read[0] if at is None else at
+    return core.arrived(Coordinate(0, where, 7, gid(0, offset)), v(number), v(number), 1)
+
+
+def ids(step: ClosedStep | None) -> list[int]:
+    assert step is not None
+    return [parse_group_id(r.group_id).offset for r in step.records]
+
+
+def test_a_step_holds_its_records_in_the_order_of_their_grants() -> None:
+    core = core_of()
+    publish(core, 0, [8])
+    for offset in (1, 3, 0):
+        arrive(core, offset)
+    step = core.choose()
+    assert ids(step) == [0, 1]
+    assert step is not None
+    assert (step.step, step.version, step.snapshot.version) == (1, v(0), v(1))
+    assert [e.group_id for e in step.snapshot.open] == [gid(0, 2), gid(0, 3)]
+
+
+def test_a_late_second_attempt_is_counted_and_ignored() -> None:
+    core = core_of(batch_size=1)
+    publish(core, 0, [4])
+    assert arrive(core, 0)
+    assert not arrive(core, 0)
+    assert ids(core.choose()) == [0]
+    assert not core.closed(gid(0, 0), "reward_timeout", at=(0, 2))
+    assert core.counts().duplicates == 2
+    assert core.read == [3]
+    assert core.audit_counts()["credit_balance"] == 0
+
+
+@pytest.mark.parametrize("group_id", [gid(0, 99), gid(7, 0), "traffic/session-1", "other/0/0"])
+def test_a_terminal_of_an_offset_that_was_never_granted_is_only_counted(group_id: str) -> None:
+    core = core_of()
+    publish(core, 0, [8])
+    assert not core.arrived(Coordinate(0, 0, 7, group_id), v(0), v(0), 1)
+    assert not core.closed(group_id, "malformed", at=(0, 1))
+    assert core.counts().ungranted == 2
+    assert core.read == [2]
+
+
+def test_prompts_generated_ahead_of_the_checkpoint_are_trained_once_after_a_restart() -> None:
+    """Ids 0..7, two a step, four generated at a time; the run stops after the first step."""
+    core = core_of()
+    first = publish(core, 0, [8])
+    for offset in range(4):
+        arrive(core, offset)
+    step = core.choose()
+    assert ids(step) == [0, 1]
+    assert step is not None
+    again = core_of(decode_as(encode(step.snapshot), FeedState))
+    assert first is not None
+    recover(again, [(0, first)], [])
+    assert again.read == [4], "records 2 and 3 are kept by their coordinates"
+    assert ids(again.choose()) == [2, 3]
+    assert again.choose() is None
+
+
+def test_steps_consumed_ahead_of_the_checkpoint_are_trained_again_as_they_were() -> None:
+    core = core_of(n=3, batch_size=1)
+    first = publish(core, 0, [8])
+    assert first is not None
+    for offset in (2, 0, 1):
+        arrive(core, offset)
+    steps = [core.choose() for _ in range(3)]
+    assert [ids(s) for s in steps] == [[0], [1], [2]]
+    assert steps[0] is not None
+    assert steps[1] is not None
+    again = core_of(steps[0].snapshot, n=3, batch_size=1)
+    recover(again, [(0, first)], [manifest(steps[1])])
+    assert again.version == v(2)
+    assert ids(again.choose()) == [2], "batch two is the manifest's, batch three comes again"
+
+
+def test_an_older_snapshot_and_the_logs_give_the_state_of_the_feed_that_crashed() -> None:
+    core = core_of(n=2, batch_size=2)
+    log = [publish(core, 0, [9])]
+    start = encode(core_of(n=2).snapshot())
+    for offset in (5, 1, 0):
+        arrive(core, offset)
+    core.closed(gid(0, 2), "reward_failed", at=(0, 3))
+    log.append(publish(core, 0, [9]))
+    step = core.choose()
+    assert step is not None
+    log.append(publish(core, 1, [12]))
+    again = core_of(decode_as(start, FeedState), n=2)
+    announcements = [(i, a) for i, a in enumerate(log) if a is not None]
+    assert len(announcements) == 3
+    recover(again, announcements, [manifest(step)])
+    assert again.read == [0]
+    for at, offset in enumerate((5, 1, 0)):
+        arrive(again, offset, at=at)
+    again.closed(gid(0, 2), "reward_failed", at=(0, 3))
+    assert again.snapshot() == core.snapshot()
+
+
+def test_an_announcement_that_says_nothing_new_is_not_due() -> None:
+    core = core_of()
+    assert publish(core, 0, [1]) is not None
+    assert core.propose([1], epoch=0) is None
+    assert core.propose([2], epoch=0) is not None
+
+
+def test_a_refund_is_listed_by_the_announcement_that_grants_its_replacement() -> None:
+    core = core_of(batch_size=1)
+    publish(core, 0, [8])
+    core.closed(gid(0, 1), "agent_failed", at=(0, 0))
+    assert core.credits() == 1
+    due = publish(core, 0, [8])
+    assert due is not None
+    assert (due.closed, due.limits) == ((gid(0, 1),), (3,))
+    core.closed(gid(0, 0), "agent_failed", at=(0, 1))
+    due = publish(core, 0, [8])
+    assert due is not None
+    assert due.closed == (gid(0, 0),)
+
+
+def test_an_idle_partition_hoards_no_credit_and_starves_nobody() -> None:
+    core = core_of(n=2, batch_size=4, num_partitions=3)
+    due = publish(core, 0, [5, 0, 100])
+    assert due is not None
+    assert due.limits == (5, 0, 7)
+    for offset in range(5):
+        core.closed(gid(0, offset), "malformed", at=(0, offset))
+    due = publish(core, 0, [6, 3, 100])
+    assert due is not None
+    assert sum(due.limits) == 17
+    assert due.limits[1] >= 1, "the one that was idle gets its turn"
+
+
+def test_credits_take_turns_between_announcements() -> None:
+    core = core_of(n=0, batch_size=1, num_partitions=2)
+    for number in range(6):
+        publish(core, number, [10, 10])
+        (group_id,) = core.open
+        partition = parse_group_id(group_id).partition
+        core.arrived(Coordinate(partition, number, 7, group_id), v(number), v(number), 1)
+        assert core.choose() is not None
+    assert core.limits == [3, 3]
+
+
+def test_dropped_groups_are_refunded_and_listed_in_one_manifest_also_over_a_crash() -> None:
+    core = core_of(n=3, batch_size=1)
+    log = [publish(core, 0, [9])]
+    for offset in range(4):
+        arrive(core, offset)
+    start = encode(core.snapshot())
+    steps = [core.choose(), core.choose()]
+    lowered = core_of(core.snapshot(), n=1, batch_size=1)
+    assert lowered.choose() is None, "group 2 is two steps old at version 2"
+    log.append(publish(lowered, 2, [9]))
+    assert log[1] is not None
+    assert log[1].closed == (gid(0, 2),)
+    arrive(lowered, 4, number=2)
+    step = lowered.choose()
+    assert ids(step) == [4]
+    assert step is not None
+    assert step.dropped == (gid(0, 2),)
+    assert lowered.counts().closed_by_reason == {"stale": 1}
+
+    announcements = [(i, a) for i, a in enumerate(log) if a is not None]
+    chain = [manifest(s) for s in (*steps, step) if s is not None]
+    for known in (2, 3):
+        again = core_of(decode_as(start, FeedState), n=1, batch_size=1)
+        recover(again, announcements, chain[:known])
+        arrive(again, 4, number=2)
+        counts = again.audit_counts()
+        assert (counts["dropped"], counts["closed"], counts["credit_balance"]) == (1, 1, 0)
+        again_dropped = again.snapshot().dropped
+        assert again_dropped == (() if known == 3 else (gid(0, 2),))
+
+
+def test_a_group_given_up_by_the_trainer_returns_its_credit_once() -> None:
+    core = core_of(batch_size=1)
+    publish(core, 0, [8])
+    arrive(core, 0)
+    assert core.drop(gid(0, 0), "filtered")
+    assert not core.drop(gid(0, 0), "filtered")
+    assert core.credits() == 1
+    assert core.counts().closed_by_reason == {"filtered": 1}
+
+
+def test_another_policy_takes_over_what_is_open() -> None:
+    core = core_of(batch_size=2)
+    publish(core, 0, [8])
+    arrive(core, 0)
+    arrive(core, 1)
+    other = core_of(core.snapshot(), batch_size=2, name="one-step-off")
+    assert other.credits() == 0
+    assert ids(other.choose()) == [0, 1]
+
+
+def test_an_announcement_of_a_fenced_trainer_changes_nothing() -> None:
+    core = core_of()
+    newer = Announcement(epoch=5, version=v(0), digest="d", limits=(1,))
+    older = Announcement(epoch=4, version=v(0), digest="d", limits=(4,))
+    core.apply_announcement(0, newer)
+    core.apply_announcement(1, older)
+    assert (core.limits, core.policy_offset, core.epoch) == ([1], 2, 5)
+
+
+def test_a_manifest_that_contradicts_the_ledger_stops_the_process() -> None:
+    core = core_of(batch_size=1)
+    publish(core, 0, [8])
+    arrive(core, 0)
+    step = core.choose()
+    assert step is not None
+    again = core_of(batch_size=1)
+    with pytest.raises(LedgerBroken, match="not open"):
+        again.apply_manifest(manifest(step))
+    core.apply_manifest(manifest(step))
+    assert core.version == v(1), "one that the snapshot holds already changes nothing"
+
+
+def test_a_snapshot_is_refused_while_a_step_fills() -> None:
+    core = core_of()
+    publish(core, 0, [8])
+    arrive(core, 0)
+    assert core.choose() is None
+    with pytest.raises(LedgerBroken, match="between steps"):
+        core.snapshot()
+
+
+def test_prompts_that_retention_removed_before_the_run_are_not_granted() -> None:
+    core = core_of(fresh(2, starts=[3, 0]), batch_size=4)
+    due = publish(core, 0, [5, 1])
+    assert due is not None
+    assert sorted(core.open) == [gid(0, 3), gid(0, 4), gid(1, 0)]
+
+
+def test_a_frontier_takes_an_offset_once() -> None:
+    frontier = Frontier(2, [4])
+    frontier.add(2)
+    assert (frontier.at, frontier.above) == (3, (4,))
+    frontier.add(3)
+    assert (frontier.at, frontier.above) == (5, ())
+    with pytest.raises(ValueError, match="offset 1 is settled already"):
+        frontier.add(1)
