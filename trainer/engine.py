@@ -1,10 +1,9 @@
 """The training engine: rows and advantages enter a step, updated weights and metrics leave it.
 
-The only file that imports deepspeed. One rank, ZeRO-1 by default, on CPU (gloo, no compiler needed)
-or CUDA (nccl) by the same code.
+The only file that imports deepspeed. One rank, ZeRO-1, on CPU (gloo, no compiler needed) or CUDA
+(nccl) by the same code.
 
-    step:  seed -> for each micro-batch: forward (log-probs) -> loss -> backward -> one optimizer
-           step
+    seed -> for each micro-batch: forward (log-probs) -> loss -> backward -> one optimizer step
 
 With one optimizer step a step, the proximal policy (the policy at the step's start) is the current
 policy of every micro-batch, so its log-probs are the forward's own, detached: no second forward
@@ -88,10 +87,7 @@ class TrainingEngine:
     ) -> None:
         """ConfigError for a setting this engine cannot run; FileNotFoundError for a missing model
         folder; ValueError for a model whose head it cannot reproduce."""
-        if trainer.num_ranks != 1:
-            raise configuration.ConfigError(
-                f"trainer.num_ranks: only 1 is supported, got {trainer.num_ranks}"
-            )
+        _check_settings(trainer)
         self._path = Path(model_path)
         if not (self._path / "config.json").is_file():
             raise FileNotFoundError(
@@ -221,12 +217,12 @@ class TrainingEngine:
 
     def load(self, folder: Path) -> None:
         """The opposite of `save`, bit for bit. Learning rate and weight decay stay those of the
-        configuration, so that a changed configuration takes effect. ValueError when `folder` does
-        not hold a checkpoint of this model."""
+        configuration, so that a changed configuration takes effect. ValueError when `folder` holds
+        no checkpoint, RuntimeError (torch's) when it is of a model with other shapes."""
+        if not (folder / _TAG).is_dir():
+            raise ValueError(f"{folder} holds no checkpoint of this engine")
         with _quiet_deepspeed():
-            loaded, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
-        if loaded is None:
-            raise ValueError(f"{folder} holds no checkpoint of this model")
+            self._engine.load_checkpoint(str(folder), tag=_TAG)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = self._trainer.learning_rate
             group["weight_decay"] = self._trainer.weight_decay
@@ -265,6 +261,12 @@ class TrainingEngine:
             self._engine = None
             if dist.is_initialized():
                 deepspeed.comm.destroy_process_group()
+
+
+def _check_settings(trainer: configuration.Trainer) -> None:
+    for key in ("num_ranks", "zero_stage"):
+        if (number := getattr(trainer, key)) != 1:
+            raise configuration.ConfigError(f"trainer.{key}: only 1 is supported, got {number}")
 
 
 class _Tally:
@@ -320,6 +322,7 @@ def _row_metrics(rows: Rows, num_micro_batches: int) -> dict[str, float]:
 
 def _load_model(path: Path, dtype: torch.dtype) -> Any:
     """The model without dropout: its log-probs must be those of the policy that samples."""
+    transformers.utils.logging.disable_progress_bar()
     settings = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     for key, value in vars(settings).items():
         if key.endswith(("dropout", "pdrop")) and isinstance(value, float):

@@ -1,0 +1,274 @@
+"""The DeepSpeed engine: equal to a plain torch loop, bit-exact over restarts, unharmed by NaN."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from connectors.config import ConfigError, Model, Trainer
+from tests.models import tiny_model
+from tests.trainer.training import PlainLoop, advantages_of, open_engine, random_rows, train
+from trainer.batches import Rows, assign
+from trainer.checkpoint import CheckpointStore
+from trainer.engine import TrainingEngine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def engine(model: Path) -> Iterator[TrainingEngine]:
+    engine = open_engine(model)
+    yield engine
+    engine.close()
+
+
+def optimizer_state(engine: TrainingEngine) -> list[torch.Tensor]:
+    """Copies of the optimizer's moments and of the float32 master weights."""
+    optimizer = engine._engine.optimizer
+    inner = optimizer.optimizer
+    tensors = [t for group in inner.param_groups for t in group["params"]]
+    for state in inner.state.values():
+        tensors += [value for value in state.values() if torch.is_tensor(value)]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def test_losses_equal_a_plain_torch_loop(engine: TrainingEngine, model: Path) -> None:
+    plain = PlainLoop(model)
+    for step in range(6):
+        rows = random_rows(step)
+        expected = plain.step(rows, advantages_of(rows))
+        result = train(engine, step)
+        assert result.metrics["loss"] == pytest.approx(expected, abs=1e-5)
+    theirs = dict(plain.model.named_parameters())
+    for name, parameter in engine.named_parameters():
+        torch.testing.assert_close(parameter, theirs[name], rtol=0, atol=1e-4)
+
+
+def test_micro_batches_give_the_gradient_of_one_big_batch(model: Path) -> None:
+    rows = random_rows(0)
+    results = []
+    for budget in (100_000, 160, 1):
+        engine = open_engine(model)
+        micro_batches = assign(rows, budget)
+        metrics = engine.step(rows, micro_batches, advantages_of(rows), 0).metrics
+        results.append((len(micro_batches), metrics["loss"], metrics["grad_norm"]))
+        engine.close()
+    assert results[0][0] == 1
+    assert 1 < results[1][0] < results[2][0] == len(rows)
+    for _, loss, norm in results[1:]:
+        assert loss == pytest.approx(results[0][1], rel=1e-5)
+        assert norm == pytest.approx(results[0][2], rel=1e-5)
+
+
+def test_the_same_step_gives_the_same_bits(model: Path) -> None:
+    digests = []
+    for _ in range(2):
+        engine = open_engine(model)
+        train(engine, 0)
+        train(engine, 1)
+        digests.append(engine.digest())
+        engine.close()
+    assert digests[0] == digests[1]
+
+
+def test_train_six_is_train_three_restart_train_three_bit_for_bit(
+    engine: TrainingEngine, model: Path, tmp_path: Path
+) -> None:
+    for step in (1, 2, 3):
+        train(engine, step)
+    CheckpointStore(tmp_path).save(3, engine.save, b"")
+    straight = []
+    for step in (4, 5, 6):
+        train(engine, step)
+        straight.append(f"{step} {engine.digest()} {float(torch.rand(()))}")
+    assert len(set(straight)) == 3
+
+    restarted = subprocess.run(
+        [sys.executable, "-m", "tests.trainer.training", str(model), str(tmp_path), "4", "6"],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert restarted.returncode == 0, restarted.stderr
+    assert restarted.stdout.splitlines() == straight
+
+
+def test_a_checkpoint_brings_back_weights_optimizer_and_random_state(
+    engine: TrainingEngine, tmp_path: Path
+) -> None:
+    train(engine, 0)
+    engine.save(tmp_path)
+    digest, state, drawn = engine.digest(), optimizer_state(engine), torch.rand(3)
+    train(engine, 1)
+    assert engine.digest() != digest
+    engine.load(tmp_path)
+    assert engine.digest() == digest
+    assert all(map(torch.equal, optimizer_state(engine), state))
+    assert torch.equal(torch.rand(3), drawn)
+    assert not (tmp_path / "latest").exists()
+
+
+def test_a_changed_learning_rate_takes_effect_on_resume(model: Path, tmp_path: Path) -> None:
+    engine = open_engine(model)
+    train(engine, 0)
+    engine.save(tmp_path)
+    digest = engine.digest()
+    engine.close()
+    control = open_engine(model, learning_rate=0.0)
+    control.load(tmp_path)
+    assert control.digest() == digest
+    assert train(control, 1).metrics["learning_rate"] == 0
+    assert control.digest() == digest
+    control.close()
+
+
+def test_a_folder_without_a_checkpoint_is_refused(engine: TrainingEngine, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no checkpoint of this engine"):
+        engine.load(tmp_path)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def undisturbed(model: Path, request: pytest.FixtureRequest) -> tuple[str, str]:
+    """(dtype, the digest after steps 0 and 2)."""
+    engine = open_engine(model, dtype=request.param)
+    train(engine, 0)
+    train(engine, 2)
+    digest = engine.digest()
+    engine.close()
+    return request.param, digest
+
+
+@pytest.mark.parametrize("cause", ["gradient", "loss"])
+def test_a_step_that_is_not_finite_changes_nothing_and_the_next_is_as_if_it_had_not_been(
+    model: Path, undisturbed: tuple[str, str], cause: str
+) -> None:
+    dtype, expected = undisturbed
+    engine = open_engine(model, dtype=dtype)
+    train(engine, 0)
+    digest, state = engine.digest(), optimizer_state(engine)
+    if cause == "gradient":
+        _, parameter = engine.named_parameters()[3]
+        hook = parameter.register_hook(lambda gradient: gradient * float("nan"))
+        result = train(engine, 1)
+        hook.remove()
+    else:
+        rows = random_rows(1)
+        huge = [np.clip(a * 3e38, -3e38, 3e38) for a in advantages_of(rows)]
+        result = engine.step(rows, assign(rows, 120), huge, 1)
+    assert result.skipped == "nan_gradient"
+    assert "grad_norm" not in result.metrics
+    assert all(np.isfinite(value) for value in result.metrics.values())
+    assert engine.digest() == digest
+    assert all(map(torch.equal, optimizer_state(engine), state))
+    assert train(engine, 2).skipped is None
+    assert engine.digest() == expected
+    engine.close()
+
+
+def without_trained_tokens(rows: Rows) -> Rows:
+    masks = tuple(np.zeros_like(mask) for mask in rows.masks)
+    return Rows(ids=rows.ids, tokens=rows.tokens, masks=masks, logprobs=rows.logprobs,
+                rewards=rows.rewards, groups=rows.groups)  # fmt: skip
+
+
+def test_a_step_without_a_trained_token_is_skipped(engine: TrainingEngine) -> None:
+    rows = without_trained_tokens(random_rows(0))
+    digest = engine.digest()
+    result = engine.step(rows, assign(rows, 100), advantages_of(rows), 0)
+    assert result.skipped == "no_tokens"
+    assert result.metrics["rows_untrained"] == len(rows)
+    assert engine.digest() == digest
+
+
+def test_micro_batches_of_other_rows_are_refused(engine: TrainingEngine) -> None:
+    rows = random_rows(0)
+    with pytest.raises(ValueError, match="do not cover"):
+        engine.step(rows, assign(rows, 100)[1:], advantages_of(rows), 0)
+
+
+def test_the_gap_is_measured_on_the_tokens_that_were_sampled(model: Path) -> None:
+    """Rows whose behaviour log-probs are the model's own, but for one token that is off by 0.25."""
+    rows = random_rows(0)
+    plain = PlainLoop(model)
+    logprobs = []
+    with torch.no_grad():
+        for ids in rows.tokens:
+            tokens = torch.from_numpy(ids.astype(np.int64))
+            logits = plain.model(input_ids=tokens[None]).logits[0, :-1] / 0.9
+            chosen = torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0]
+            logprobs.append(np.concatenate([[np.nan], chosen.numpy()]).astype(np.float32))
+    moved = next(i for i in range(len(logprobs[0])) if rows.masks[0][i])
+    logprobs[0][moved] -= 0.25
+    exact = Rows(ids=rows.ids, tokens=rows.tokens, masks=rows.masks, logprobs=tuple(logprobs),
+                 rewards=rows.rewards, groups=rows.groups)  # fmt: skip
+    engine = open_engine(model)
+    metrics = engine.step(exact, assign(exact, 120), advantages_of(exact), 0).metrics
+    engine.close()
+    assert metrics["gap_max"] == pytest.approx(0.25, abs=1e-4)
+    assert metrics["gap_mean"] == pytest.approx(0.25 / exact.num_trained, abs=1e-5)
+    assert metrics["gap_p99"] < 1e-4
+    assert metrics["capped_share"] == 0
+    assert metrics["clipped_share"] == 0
+    assert metrics["tokens_trained"] == exact.num_trained
+    assert metrics["reward_mean"] == pytest.approx(exact.rewards.mean())
+
+
+def test_a_snapshot_is_apart_from_the_weights_it_was_taken_of(engine: TrainingEngine) -> None:
+    before = engine.digest()
+    snapshot = engine.snapshot()
+    train(engine, 0)
+    assert snapshot.digest == before != engine.digest()
+    assert engine.snapshot(into=snapshot).digest == engine.digest()
+
+
+def test_save_pretrained_leaves_a_folder_that_loads(engine: TrainingEngine, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    train(engine, 0)
+    engine.save_pretrained(tmp_path / "out")
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
+    for name, parameter in engine.named_parameters():
+        assert torch.equal(loaded[name], parameter)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("a")
+
+
+def test_the_environment_says_what_bits_depend_on(engine: TrainingEngine) -> None:
+    environment = engine.environment()
+    assert environment["threads"] == "1"
+    assert environment["ranks"] == "1"
+    assert environment["torch"] == torch.__version__
+    assert {"deepspeed", "transformers", "cpu_capability", "dtype"} <= environment.keys()
+    assert all(isinstance(value, str) for value in environment.values())
+
+
+def test_closing_ends_the_process_group_and_a_new_engine_can_start(model: Path) -> None:
+    engine = open_engine(model)
+    engine.close()
+    engine.close()
+    assert not dist.is_initialized()
+    open_engine(model).close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "folder", "error", "message"),
+    [
+        ({"num_ranks": 2}, None, ConfigError, "trainer.num_ranks: only 1 is supported, got 2"),
+        ({"zero_stage": 3}, None, ConfigError, "trainer.zero_stage: only 1 is supported, got 3"),
+        ({}, "nowhere", FileNotFoundError, "nowhere holds no model"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_the_model_is_loaded(
+    model: Path, settings: dict[str, Any], folder: str | None, error: type[Exception], message: str
+) -> None:
+    path = model if folder is None else model / folder
+    with pytest.raises(error, match=message):
+        TrainingEngine(path, Trainer(**settings), Model(path=str(path)), 1.0)
