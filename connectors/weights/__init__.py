@@ -1,7 +1,7 @@
 """The weights channel: from the trainer's rank 0 to the engines, over a process group of its own.
 
 `layout` says what is published, `wire` what the two sides say over HTTP, `group` is what they form,
-`sender` and `receiver` are the sides.
+`sender` and `receiver` are the sides; `watch` tells which engines are there and what they hold.
 """
 
 from connectors.weights.layout import (
@@ -15,6 +15,7 @@ from connectors.weights.layout import (
 )
 from connectors.weights.receiver import Staged, WeightsReceiver
 from connectors.weights.sender import WeightsSender
+from connectors.weights.watch import EngineWatch
 from connectors.weights.wire import (
     Ack,
     EpochRefused,
@@ -29,6 +30,7 @@ from connectors.weights.wire import (
 __all__ = [
     "BUCKET_BYTES",
     "Ack",
+    "EngineWatch",
     "EpochRefused",
     "FenceRequest",
     "JoinRequest",

@@ -16,50 +16,51 @@ from connectors.weights.wire import KINDS, ErrorBody, Unreachable, WeightsError
 T = TypeVar("T")
 
 
+def ask(url: str, method: str, path: str, body: Any, kind: type[T], timeout_s: float) -> T:
+    """One request: the answer decoded as `kind` (`dict` for anything). `body` None sends none; each
+    read and write has timeout_s. WeightsError for whatever is not such an answer."""
+    try:
+        status, data = _exchange(url, method, path, body, timeout_s)
+        if status != 200:
+            raise _error(url, status, data)
+        return msgspec.json.decode(data, type=kind)
+    except (OSError, http.client.HTTPException) as error:
+        raise Unreachable(f"{url}: {error or type(error).__name__}") from error
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise WeightsError(f"{url} answered nonsense: {error}") from error
+
+
+def _exchange(url: str, method: str, path: str, body: Any, timeout_s: float) -> tuple[int, bytes]:
+    parts = urlsplit(url)
+    secure = parts.scheme == "https"
+    connect = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+    connection = connect(parts.hostname or "", parts.port, timeout=timeout_s)
+    data = None if body is None else msgspec.json.encode(body)
+    headers = {"Content-Type": "application/json"}
+    try:
+        connection.request(method, parts.path.rstrip("/") + path, data, headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
 class Call(Generic[T]):
-    """A request under way. `answer` is None until it ended: the decoded body, or a WeightsError."""
+    """`ask` under way. `answer` is None until it ended: what it returned or raised."""
 
     def __init__(
         self, url: str, method: str, path: str, body: Any, kind: type[T], timeout_s: float
     ) -> None:
-        """`body` None sends none; the answer is decoded as `kind` (`dict` for "anything")."""
         self.url = url
         self.answer: T | WeightsError | None = None
-        self._request = (method, path, None if body is None else msgspec.json.encode(body))
-        self._kind = kind
-        self._timeout_s = timeout_s
-        threading.Thread(target=self._run, daemon=True, name=f"weights {url}{path}").start()
 
-    def _run(self) -> None:
-        try:
-            self.answer = self._ask()
-        except WeightsError as error:
-            self.answer = error
-        except (OSError, http.client.HTTPException) as error:
-            self.answer = Unreachable(f"{self.url}: {error or type(error).__name__}")
-        except (ValueError, msgspec.MsgspecError) as error:
-            self.answer = WeightsError(f"{self.url} answered nonsense: {error}")
+        def run() -> None:
+            try:
+                self.answer = ask(url, method, path, body, kind, timeout_s)
+            except WeightsError as error:
+                self.answer = error
 
-    def _ask(self) -> T:
-        parts = urlsplit(self.url)
-        secure = parts.scheme == "https"
-        connect = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        connection = connect(parts.hostname or "", parts.port, timeout=self._timeout_s)
-        method, path, body = self._request
-        try:
-            connection.request(
-                method, parts.path.rstrip("/") + path, body, {"Content-Type": "application/json"}
-            )
-            response = connection.getresponse()
-            data = response.read()
-        finally:
-            connection.close()
-        if response.status != 200:
-            raise _error(self.url, response.status, data)
-        return msgspec.json.decode(data, type=self._kind)
-
-    def failed(self) -> bool:
-        return isinstance(self.answer, WeightsError)
+        threading.Thread(target=run, daemon=True, name=f"weights {url}{path}").start()
 
 
 def _error(url: str, status: int, data: bytes) -> WeightsError:

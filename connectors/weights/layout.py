@@ -137,14 +137,16 @@ class Digester:
     """Folds tensors, given in publish order, into one digest. Work is done on `device`, with
     temporaries of one block; nothing is read back before `hex`.
 
-    On CPU a block is one shard, so that its products stay in the cache; on an accelerator 64
-    shards, so that launches do not dominate.
+    A block is `rows` shards: on CPU one, so that its products stay in the cache; on an accelerator
+    64, so that launches do not dominate. The digest does not depend on it.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device | str, rows: int | None = None
+    ) -> None:
         self._dtype = dtype
         self._device = torch.device(device)
-        self._rows = 1 if self._device.type == "cpu" else 64
+        self._rows = rows or (1 if self._device.type == "cpu" else 64)
         self._columns = _columns(self._device)
         self._products = torch.empty((self._rows, SHARD), dtype=torch.int64, device=self._device)
         self._total = torch.zeros((), dtype=torch.int64, device=self._device)

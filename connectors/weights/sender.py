@@ -19,7 +19,6 @@ import torch
 from msgspec.structs import replace
 from torch._C._distributed_c10d import TCPStore
 
-from connectors.engines.types import EngineState
 from connectors.records import Version
 from connectors.weights.calls import Call, answers, wait_answers
 from connectors.weights.group import (
@@ -57,7 +56,7 @@ VERDICT_S = 2.0  # after a failure, how long those alive have to say so
 
 
 class WeightsSender:
-    """Used by one thread at a time, `state` and `cancel` by any. `timeout_s` bounds the forming of
+    """Used by one thread at a time, `cancel` by any. `timeout_s` bounds the forming of
     a group, and again the broadcast together with the engines' installing of it."""
 
     def __init__(self, timeout_s: float, backend: Literal["gloo", "nccl"] = "gloo") -> None:
@@ -229,15 +228,6 @@ class WeightsSender:
             url: answer if isinstance(answer, WeightsError) else None
             for url, answer in answers(calls).items()
         }
-
-    def state(self, url: str, timeout_s: float) -> EngineState:
-        """WeightsError when the engine does not tell it in time. Safe from any thread."""
-        call = Call(url, "GET", "/state", None, EngineState, timeout_s)
-        wait_answers([call], time.monotonic() + timeout_s, self._cancelled.is_set)
-        answer = answers([call])[url]
-        if isinstance(answer, WeightsError):
-            raise answer
-        return answer
 
     def _ask(
         self, url: str, what: str, body: Any, kind: type[T], timeout_s: float | None = None
