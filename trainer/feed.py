@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 
 class FeedFailed(RuntimeError):
-    """The feed's thread died; its exception is the cause."""
+    """The feed's thread died; its exception is the `__cause__` (Fenced: a newer trainer began)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,7 +156,8 @@ class Feed:
         return self._ask(lambda: self._publish(version, digest), timeout_s)
 
     def refund(self, group_id: str, reason: str, timeout_s: float = 60.0) -> bool:
-        """Gives up an open group that arrived; its credit returns. False if it is open no more."""
+        """Gives up an open group; its credit returns and the next step lists it as dropped. False
+        if it is open no more or committed to the step that fills."""
 
         def drop() -> bool:
             self._groups.pop(group_id, None)
@@ -182,7 +183,7 @@ class Feed:
             try:
                 answer.set_result(question())
             except BaseException as error:
-                answer.set_exception(error)
+                answer.set_exception(_died(error))
                 raise
 
         self._check()
@@ -198,7 +199,7 @@ class Feed:
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise FeedFailed(f"the feed died: {self._failure}") from self._failure
+            raise _died(self._failure)
         if self._stop.is_set():
             raise FeedFailed("the feed is closed")
 
@@ -420,3 +421,9 @@ class Feed:
         if num_running:
             return "rollouts"
         return "prompts" if self._credits > 0 else "publish"
+
+
+def _died(error: BaseException) -> FeedFailed:
+    failed = FeedFailed(f"the feed died: {error}")
+    failed.__cause__ = error
+    return failed

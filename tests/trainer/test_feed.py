@@ -1,0 +1,433 @@
+"""The feed's thread on a real broker; the dataflow and the trainer are played by the test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from connectors.arrow import checksum, encode_group
+from connectors.config import ConfigError, parse
+from connectors.kafka.client import Cluster, Producer, ensure_topics, read_all
+from connectors.kafka.tail import PolicyTail
+from connectors.records import (
+    HEADER_CRC,
+    HEADER_KIND,
+    Announcement,
+    Begin,
+    Closed,
+    Group,
+    Manifest,
+    Origin,
+    Prompt,
+    Segment,
+    Trajectory,
+    Version,
+    encode,
+)
+from operators.staleness import policy
+from trainer.feed import Feed, FeedFailed, StepInput, configured_policy
+from trainer.feed_state import FeedState, fresh
+from trainer.ledger import LedgerBroken
+from trainer.step_log import Fenced, StepLog
+
+PARTITIONS = 2
+DEADLINE_S = 30.0
+
+
+def v(number: int) -> Version:
+    return Version(0, number)
+
+
+def eventually(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + DEADLINE_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.005)
+    return found
+
+
+class World:
+    """The topics, and the dataflow's side of them."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        names = ("prompts", "trajectories", "dead-letters")
+        ensure_topics(cluster, {**dict.fromkeys(names, PARTITIONS), "policy": 1, "steps": 1})
+        self.producer = Producer(cluster)
+        self.steps = StepLog(cluster)
+        self.tail = PolicyTail(cluster)
+        self.announced: list[Announcement] = []
+        self.feeds: list[Feed] = []
+
+    def close(self) -> None:
+        for feed in self.feeds:
+            feed.close()
+        self.producer.close()
+        self.steps.close()
+        self.tail.close()
+
+    def prompts(self, partition: int, count: int) -> None:
+        for _ in range(count):
+            self.producer.send(self.cluster.topic("prompts"), partition, b"{}")
+        self.producer.flush()
+
+    def feed(
+        self,
+        *,
+        n: int = 1,
+        batch_size: int = 2,
+        state: FeedState | None = None,
+        manifests: tuple[Manifest, ...] = (),
+    ) -> Feed:
+        """A trainer starts: its begin, and its feed."""
+        state = state or fresh(PARTITIONS)
+        epoch = self.steps.begin(state.version.number)
+        feed = Feed(
+            self.cluster,
+            policy("n-step-off", n=n),
+            state=state,
+            epoch=epoch,
+            batch_size=batch_size,
+            manifests=manifests,
+        )
+        self.feeds.append(feed)
+        return feed
+
+    def gid(self, partition: int, offset: int) -> str:
+        return str(Origin(self.cluster.topic("prompts"), partition, offset))
+
+    def group(self, partition: int, offset: int, number: int = 0) -> Group:
+        group_id = self.gid(partition, offset)
+        tokens = np.arange(3, dtype=np.int32) + offset
+        rows = [
+            Trajectory(
+                trajectory_id=f"{group_id}/{k}",
+                group_id=group_id,
+                task="t",
+                tokens=tokens,
+                loss_mask=np.array([0, 1, 1], np.int8),
+                logprobs=np.array([np.nan, -1, -1], np.float32),
+                segments=(Segment(1, 3, 0, number),),
+                origin=Origin("p", partition, offset),
+                reward=float(k),
+            )
+            for k in range(2)
+        ]
+        return Group(
+            group_id=group_id, prompt=Prompt(task="t", prompt="x"), trajectories=tuple(rows)
+        )
+
+    def write(
+        self, partition: int, key: str, value: bytes, kind: str, crc: str | None = None
+    ) -> int:
+        return self.producer.append(
+            self.cluster.topic("trajectories"),
+            partition,
+            value,
+            key=key.encode(),
+            headers={HEADER_KIND: kind, HEADER_CRC: crc or f"{checksum(value):08x}"},
+        )
+
+    def score(self, partition: int, offset: int, number: int = 0) -> None:
+        value = encode_group(self.group(partition, offset, number))
+        self.write(partition, self.gid(partition, offset), value, "group")
+
+    def refuse(self, partition: int, offset: int, reason: str = "reward_failed") -> None:
+        closed = Closed(group_id=self.gid(partition, offset), reason=reason)
+        self.write(partition, closed.group_id, encode(closed), "closed")
+
+    def limits(self) -> tuple[int, ...]:
+        self.announced += [a for _, a in self.tail.poll()]
+        return self.announced[-1].limits if self.announced else (0,) * PARTITIONS
+
+
+@pytest.fixture
+def world(cluster: Cluster) -> Iterator[World]:
+    world = World(cluster)
+    yield world
+    world.close()
+
+
+def taken(feed: Feed) -> StepInput:
+    step = feed.take(DEADLINE_S)
+    assert step is not None
+    return step
+
+
+def names(step: StepInput) -> list[str]:
+    return [f"{r.partition}/{r.group_id.rsplit('/', 1)[1]}" for r in step.records]
+
+
+def as_manifest(step: StepInput, epoch: int) -> Manifest:
+    return Manifest(
+        step=step.step,
+        epoch=epoch,
+        version=v(step.step),
+        records=step.records,
+        micro_batches=(),
+        seed=0,
+        digest_before="",
+        digest="",
+        dropped=step.dropped,
+    )
+
+
+def test_it_grants_takes_what_arrives_and_hands_out_a_full_step(world: World) -> None:
+    world.prompts(0, 5)
+    world.prompts(1, 5)
+    feed = world.feed()
+    assert feed.take(0.02) is None
+    assert world.limits() == (0, 0), "nothing is granted before engines hold a version"
+    announced = feed.published(v(0), "d0")
+    assert (announced.version, announced.digest, announced.limits) == (v(0), "d0", (2, 2))
+    assert announced.epoch == feed.epoch
+    assert eventually(lambda: world.limits() == (2, 2))
+    for partition, offset in ((1, 0), (0, 1), (0, 0)):
+        world.score(partition, offset)
+    step = taken(feed)
+    assert (step.step, step.version, names(step)) == (1, v(0), ["0/0", "0/1"])
+    assert [g.group_id for g in step.groups] == [r.group_id for r in step.records]
+    assert step.groups[1].trajectories[1].reward == 1.0
+    assert [r.crc for r in step.records] == [
+        checksum(encode_group(world.group(0, offset))) for offset in (0, 1)
+    ]
+    assert step.snapshot.version == v(1)
+
+
+def test_the_next_step_fills_while_one_trains_and_one_more_waits(world: World) -> None:
+    world.prompts(0, 20)
+    feed = world.feed(n=2, batch_size=1)
+    feed.published(v(0), "d")
+    for offset in range(3):
+        world.score(0, offset)
+    assert eventually(lambda: feed.status().get("waiting_for") == "trainer")
+    assert [taken(feed).step for _ in range(3)] == [1, 2, 3]
+    assert eventually(lambda: feed.status().get("waiting_for") == "publish")
+    assert feed.published(v(1), "d").limits == (4, 0)
+
+
+def test_prompts_that_come_later_are_granted_then(world: World) -> None:
+    feed = world.feed(n=0, batch_size=2)
+    assert feed.published(v(0), "d").limits == (0, 0)
+    assert eventually(lambda: feed.status().get("waiting_for") == "prompts")
+    world.prompts(1, 1)
+    assert eventually(lambda: world.limits() == (0, 1))
+    world.prompts(0, 5)
+    assert eventually(lambda: world.limits() == (1, 1))
+
+
+def test_a_closed_group_is_refunded_and_its_replacement_granted_at_once(world: World) -> None:
+    world.prompts(0, 10)
+    feed = world.feed(n=0, batch_size=2)
+    feed.published(v(0), "d")
+    world.refuse(0, 1)
+    assert eventually(lambda: world.limits() == (3, 0))
+    assert world.announced[-1].closed == (world.gid(0, 1),)
+    world.score(0, 2)
+    world.score(0, 0)
+    assert names(taken(feed)) == ["0/0", "0/2"]
+    assert eventually(lambda: feed.status().get("closed_by_reason") == {"reward_failed": 1})
+    assert feed.status()["credit_balance"] == 0
+
+
+def test_publishing_the_same_version_again_is_not_announced_again(world: World) -> None:
+    world.prompts(0, 10)
+    feed = world.feed()
+    first = feed.published(v(0), "d")
+    assert feed.published(v(0), "d") == first
+    eventually(lambda: world.limits() == first.limits)
+    assert len(world.announced) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "crc", "code"),
+    [
+        ("group", b"no arrow at all", None, "corrupt_record"),
+        ("group", None, "00000000", "corrupt_record"),
+        ("closed", b"{", None, "corrupt_record"),
+        ("closed", b'{"kind":"begin"}', None, "corrupt_record"),
+        ("novel", b"x", None, "unknown_record"),
+    ],
+)
+def test_a_corrupt_record_is_a_dead_letter_and_its_group_closes(
+    world: World, kind: str, value: bytes | None, crc: str | None, code: str
+) -> None:
+    world.prompts(0, 10)
+    feed = world.feed(n=0, batch_size=1)
+    feed.published(v(0), "d")
+    whole = encode_group(world.group(0, 0))
+    offset = world.write(0, world.gid(0, 0), value or whole, kind, crc)
+    world.score(0, 1)
+    assert names(taken(feed)) == ["0/1"]
+    topic = world.cluster.topic("dead-letters")
+    (letter,) = read_all(world.cluster, topic, range(PARTITIONS))
+    assert letter.value == (value or whole)
+    assert letter.headers["code"] == code
+    assert letter.headers["origin"] == f"{world.cluster.topic('trajectories')}/0/{offset}"
+    assert letter.headers["writer"] == "feed"
+    assert eventually(lambda: feed.status().get("closed_by_reason") == {"malformed": 1})
+
+
+def test_a_group_under_another_ones_key_is_corrupt(world: World) -> None:
+    world.prompts(0, 10)
+    feed = world.feed(n=0, batch_size=1)
+    feed.published(v(0), "d")
+    world.write(0, world.gid(0, 0), encode_group(world.group(0, 5)), "group")
+    assert eventually(lambda: world.limits() == (2, 0))
+    assert eventually(lambda: feed.status().get("closed") == 1)
+
+
+def test_a_refund_by_the_trainer_frees_the_place_of_a_group(world: World) -> None:
+    world.prompts(0, 10)
+    feed = world.feed(n=1, batch_size=1)
+    feed.published(v(0), "d")
+    world.score(0, 1)
+    assert eventually(lambda: feed.status().get("ready") == 1)
+    assert feed.refund(world.gid(0, 1), "filtered")
+    assert not feed.refund(world.gid(0, 1), "filtered")
+    assert eventually(lambda: world.limits() == (3, 0))
+    world.score(0, 2)
+    world.score(0, 0)
+    first, second = taken(feed), taken(feed)
+    assert names(first) == ["0/0"]
+    assert first.dropped == (world.gid(0, 1),)
+    assert names(second) == ["0/2"]
+    assert second.dropped == ()
+
+
+def test_after_a_crash_every_group_is_trained_once_from_the_checkpoint_on(world: World) -> None:
+    """One checkpoint, one manifest after it, one step lost in memory, one group only arrived."""
+    world.prompts(0, 20)
+    feed = world.feed(n=3, batch_size=2)
+    feed.published(v(0), "d")
+    for offset in (0, 2, 1, 3, 4, 5, 7):
+        world.score(0, offset)
+    one, two, three = taken(feed), taken(feed), taken(feed)
+    assert names(three) == ["0/4", "0/5"]
+    for step in (one, two):
+        world.steps.append(as_manifest(step, feed.epoch))
+    feed.close()
+    stored = encode(one.snapshot)
+
+    state = msgspec.json.decode(stored, type=FeedState)
+    chain = tuple(world.steps.manifests(after_step=1))
+    assert [m.step for m in chain] == [2]
+    again = world.feed(n=3, batch_size=2, state=state, manifests=chain)
+    step = taken(again)
+    assert (step.step, names(step)) == (3, ["0/4", "0/5"])
+    assert [g.group_id for g in step.groups] == [r.group_id for r in three.records]
+    world.score(0, 6)
+    assert names(taken(again)) == ["0/6", "0/7"]
+    again.published(v(2), "d")
+    assert eventually(lambda: again.status().get("granted") == 12)
+    status = again.status()
+    assert (status["trained"], status["duplicates"], status["credit_balance"]) == (8, 0, 0)
+
+
+def test_a_group_that_had_arrived_is_read_again_and_must_be_the_same_bytes(world: World) -> None:
+    world.prompts(0, 20)
+    feed = world.feed(n=1, batch_size=1)
+    feed.published(v(0), "d")
+    world.score(0, 1)
+    eventually(lambda: feed.status().get("ready") == 1)
+    world.score(0, 0)
+    step = taken(feed)
+    feed.close()
+    (entry,) = step.snapshot.open
+    assert entry.coordinate is not None
+    again = world.feed(n=1, batch_size=1, state=step.snapshot)
+    assert names(taken(again)) == ["0/1"]
+    again.close()
+
+    altered = msgspec.structs.replace(
+        entry, coordinate=msgspec.structs.replace(entry.coordinate, crc=1)
+    )
+    state = msgspec.structs.replace(step.snapshot, open=(altered,))
+    broken = world.feed(n=1, batch_size=1, state=state)
+    with pytest.raises(FeedFailed, match="is not the record it was") as caught:
+        broken.take(DEADLINE_S)
+    assert isinstance(caught.value.__cause__, LedgerBroken)
+
+
+def test_a_feed_whose_trainer_was_fenced_stops(world: World) -> None:
+    world.prompts(0, 20)
+    old = world.feed(n=0, batch_size=1)
+    old.published(v(0), "d")
+    newer = world.feed(n=0, batch_size=1)
+    with pytest.raises(FeedFailed, match="a newer trainer began"):
+        old.published(v(1), "d")
+    with pytest.raises(FeedFailed) as caught:
+        old.take(DEADLINE_S)
+    assert isinstance(caught.value.__cause__, Fenced)
+    assert newer.published(v(0), "d").limits == (1, 0), "what the old one granted stays granted"
+    assert eventually(lambda: newer.status().get("granted") == 1)
+
+
+def test_what_a_fenced_feed_wrote_last_does_not_count(world: World) -> None:
+    world.prompts(0, 20)
+    first = world.feed(n=0, batch_size=1)
+    first.published(v(0), "d")
+    first.close()
+    zombie = Announcement(epoch=first.epoch, version=v(0), digest="d", limits=(9, 0))
+    policy_topic = world.cluster.topic("policy")
+    world.producer.append(
+        policy_topic,
+        0,
+        encode(Begin(epoch=99, writer="other", resumed_step=0, started_at=0.0)),
+    )
+    world.producer.append(policy_topic, 0, encode(zombie))
+    feed = Feed(
+        world.cluster,
+        policy("sync"),
+        state=fresh(PARTITIONS),
+        epoch=99,
+        batch_size=1,
+    )
+    world.feeds.append(feed)
+    assert feed.published(v(0), "d").limits == (1, 0)
+
+
+def test_a_feed_without_its_begin_says_so(world: World) -> None:
+    feed = Feed(world.cluster, policy("sync"), state=fresh(PARTITIONS), epoch=5, batch_size=1)
+    world.feeds.append(feed)
+    with pytest.raises(FeedFailed, match="policy holds no begin of epoch 5"):
+        feed.take(DEADLINE_S)
+
+
+def test_a_closed_feed_answers_nobody(world: World) -> None:
+    feed = world.feed()
+    feed.close()
+    with pytest.raises(FeedFailed, match="the feed is closed"):
+        feed.take(0.0)
+    with pytest.raises(FeedFailed, match="the feed is closed"):
+        feed.published(v(0), "d")
+
+
+def test_the_lag_is_what_was_not_read_yet(world: World) -> None:
+    world.prompts(0, 3)
+    feed = world.feed()
+    feed.published(v(0), "d")
+    world.score(0, 0)
+    assert eventually(lambda: feed.status().get("ready") == 1)
+    assert feed.status()["lag"] == {0: 0, 1: 0}
+
+
+def staleness(section: dict[str, Any]) -> Any:
+    table = {"model": {"path": "m"}, "tasks": {"t": {"reward": "exact_match"}}}
+    return parse({**table, "staleness": section}, base_dir="/")
+
+
+def test_the_policy_comes_from_the_configuration() -> None:
+    assert configured_policy(staleness({})).bound == 1
+    assert configured_policy(staleness({"lookahead": 3})).bound == 3
+    assert configured_policy(staleness({"lookahead": 3, "parameters": {"n": 2}})).bound == 2
+    assert configured_policy(staleness({"policy": "sync"})).bound == 0
+    with pytest.raises(ConfigError, match="did you mean 'n-step-off'"):
+        configured_policy(staleness({"policy": "nstep-off"}))
+    with pytest.raises(ConfigError, match="unknown parameter 'eta'"):
+        configured_policy(staleness({"parameters": {"eta": 3}}))
