@@ -43,8 +43,10 @@ def optimizer_state(engine: TrainingEngine) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
-def test_losses_equal_a_plain_torch_loop(engine: TrainingEngine, model: Path) -> None:
-    plain = PlainLoop(model)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied head", "own head"])
+def test_losses_equal_a_plain_torch_loop(tmp_path: Path, tied: bool) -> None:
+    model = tiny_model(tmp_path, tie=tied)
+    engine, plain = open_engine(model), PlainLoop(model)
     for step in range(6):
         rows = random_rows(step)
         expected = plain.step(rows, advantages_of(rows))
@@ -53,6 +55,7 @@ def test_losses_equal_a_plain_torch_loop(engine: TrainingEngine, model: Path) ->
     theirs = dict(plain.model.named_parameters())
     for name, parameter in engine.named_parameters():
         torch.testing.assert_close(parameter, theirs[name], rtol=0, atol=1e-4)
+    engine.close()
 
 
 def test_micro_batches_give_the_gradient_of_one_big_batch(model: Path) -> None:
