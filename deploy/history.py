@@ -61,16 +61,21 @@ class Chain:
     num_fenced: int = 0
     epoch: int = -1
     _begun: bool = False
+    _first_step: int | None = None  # of a whole log; unknown for a trimmed one
 
     def observe(self, offset: int, record: StepRecord) -> None:
         if isinstance(record, Begin):
             self.epoch, self._begun = offset, True
+            if offset == 0:
+                self._first_step = record.resumed_step + 1
             return
         if not self._begun and record.epoch > self.epoch:
             self.manifests, self.breaks, self.epoch = [], [], record.epoch
         if record.epoch != self.epoch:
             self.num_fenced += 1
             return
+        if not self.manifests and self._first_step not in (None, record.step):
+            self.breaks.append(f"the first step is {record.step}, not {self._first_step}")
         self.breaks += _breaks(self.manifests[-1] if self.manifests else None, offset, record)
         self.manifests.append(record)
 
@@ -81,8 +86,7 @@ class Chain:
 
 def _breaks(last: Manifest | None, offset: int, record: Manifest) -> Iterator[str]:
     if last is None:
-        if offset <= 1 and record.step != 1:  # a whole log: its first record is a `begin`
-            yield f"the first step is {record.step}"
+        pass
     elif record.step != last.step + 1:
         yield f"step {record.step} at offset {offset} follows step {last.step}"
     elif record.digest_before != last.digest:

@@ -21,7 +21,7 @@ from connectors.run_dir import RunDir
 
 # One thread a role: on a laptop the roles are the parallelism, and more threads fight for two cores.
 # The trainer sets its own count (trainer.num_threads), on which its bits depend.
-_ENVIRONMENT: Final = {
+CHILD_ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",
@@ -83,7 +83,7 @@ class LocalLauncher:
 
     def __init__(self, run_dir: RunDir, environment: Mapping[str, str] | None = None) -> None:
         self._run_dir = run_dir
-        self._environment = {**os.environ, **_ENVIRONMENT, **(environment or {})}
+        self._environment = {**os.environ, **CHILD_ENVIRONMENT, **(environment or {})}
 
     def start(self, member: Member) -> Process:
         log = self._run_dir.log_file(member.name)

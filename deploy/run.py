@@ -57,9 +57,11 @@ def run(
         with RunView(console, target) as view:
             job = Job(prepared.config, run_dir, supervisor, [g.name for g in gangs], view, target)
             status = job.run()
-    if not as_json:
-        _conclude(console, job, status, run_dir)
-    answer(as_json, status, status_lines(status))
+        if not as_json:
+            _draw(console, job, status)
+    answer(
+        as_json, status, [*status_lines(status), f"next: headwater audit {_short(run_dir.path)}"]
+    )
     return errors.OK
 
 
@@ -212,6 +214,8 @@ class Job:
             self._written = roles
 
     def _show(self, now: float) -> None:
+        for line in self._supervisor.news():
+            self._view.say(line)
         if now - self._shown_at >= SHOW_S:
             self.watch.check()
             roles = [msgspec.structs.asdict(role) for role in self._supervisor.roles()]
@@ -235,11 +239,10 @@ def _introduce(
         console.print(f"  changed: {change}")
 
 
-def _conclude(console: Console, job: Job, status: dict[str, Any], run_dir: RunDir) -> None:
+def _draw(console: Console, job: Job, status: dict[str, Any]) -> None:
     plot = curve.draw(*job.watch.curves(), title=f"{status['run']}: reward")
     if plot:
         console.print(plot, markup=False)
-    console.print(f"next: headwater audit {_short(run_dir.path)}")
 
 
 def _short(path: Path) -> str:

@@ -32,6 +32,7 @@ import headwater
 from connectors.config import Config, ConfigError, load, parse
 from connectors.run_dir import RunDir
 from deploy.errors import EnvironmentFailure, RunFailed
+from deploy.launcher import CHILD_ENVIRONMENT
 
 _FIXED: Final = (
     "run.namespace",
@@ -248,6 +249,7 @@ def _build_model(source: Source, run_dir: RunDir) -> None:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
+                env={**os.environ, **CHILD_ENVIRONMENT},
                 check=False,
             ).returncode
         if code != 0:

@@ -74,6 +74,7 @@ class Supervisor:
         self._all = {gang.name: _Running(gang) for gang in gangs}
         self._launcher = launcher
         self._last_line = last_line
+        self._news: list[str] = []
 
     def tick(self, now: float) -> None:
         """Notices exits, starts what is due. RunFailed when a gang refuses to start for good."""
@@ -82,6 +83,11 @@ class Supervisor:
                 self._look_at(running, now)
             if running.state == "waiting" and now >= running.start_at and self.has_ended(name):
                 self._start(running, now)
+
+    def news(self) -> list[str]:
+        """What happened since the last call, a line an event."""
+        news, self._news = self._news, []
+        return news
 
     def state(self, gang: str) -> State:
         return self._all[gang].state
@@ -159,6 +165,9 @@ class Supervisor:
         for process in running.processes:
             process.kill()
         name, code = first
+        self._news.append(
+            f"{name} ended with {code} ({self._last_line(name)}); again in {running.back_off_s:g} s"
+        )
         refused = code in (CONFIGURATION, ENVIRONMENT)
         running.refusals = running.refusals + 1 if refused else 0
         if running.refusals >= MAX_REFUSALS:
