@@ -18,6 +18,8 @@ from kafka import TopicPartition
 from kafka import errors as kafka_errors
 from kafka.admin import KafkaAdminClient
 
+from connectors.config import ConfigError
+
 T = TypeVar("T")
 
 FETCH_BYTES = 8 << 20
@@ -396,8 +398,8 @@ def _connection(cluster: Cluster) -> dict[str, Any]:
 def _connected(cluster: Cluster, construct: Callable[[], T]) -> T:
     try:
         return construct()
-    except kafka_errors.KafkaConfigurationError:
-        raise
+    except (kafka_errors.KafkaConfigurationError, ValueError, TypeError) as error:
+        raise ConfigError(f"kafka: {error}") from error  # what is not ours is kafka.security
     except kafka_errors.KafkaError as error:
         raise _translated(error, cluster, "cannot connect") from error
 

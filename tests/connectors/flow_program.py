@@ -25,9 +25,10 @@ from connectors.kafka.source import STOP, Item, ItemReader, LogSource
 
 
 async def work(item: Item) -> list[Outgoing]:
-    """Takes 5 to 150 ms; its output differs from process to process, as generation does."""
+    """Mostly short, sometimes longer than several snapshots; its output differs from process to
+    process, as generation does."""
     assert item.record is not None
-    await asyncio.sleep(random.uniform(0.005, 0.15))
+    await asyncio.sleep(random.choice([0.005, 0.05, 0.1, 0.6]))
     version = f"{item.min_version} {item.resubmitted}"
     value = f"{item.record.value.decode()} by {os.getpid()} at {version}"
     return [Outgoing(key=str(item.origin), value=value.encode())]

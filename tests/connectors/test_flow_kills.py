@@ -89,7 +89,7 @@ def check_exactly_once(cluster: Cluster, num_prompts: int, step: int) -> None:
         assert record.value.startswith(b"prompt %d by " % prompt)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0])
 def test_kills_of_the_worker_and_the_broker_neither_lose_nor_double_an_output(
     own_broker: BrokerProcess, own_cluster: Cluster, tmp_path: Path, seed: int
 ) -> None:
@@ -107,7 +107,9 @@ def test_kills_of_the_worker_and_the_broker_neither_lose_nor_double_an_output(
             limit += step
 
     try:
-        kills = sorted(rng.sample(range(10, num_prompts - 20), 5))
+        # In pairs: the second kill finds outputs of the first run not generated again
+        firsts = sorted(rng.sample(range(10, num_prompts - 60, 40), 3))
+        kills = [count for first in firsts for count in (first, first + 15)]
         for number, count in enumerate(kills):
             outputs_until(reader, found, count, grant_more)
             worker.kill9()
@@ -128,7 +130,7 @@ def test_kills_of_the_worker_and_the_broker_neither_lose_nor_double_an_output(
 def test_sigterm_exits_cleanly_and_the_next_run_does_the_rest(
     own_cluster: Cluster, tmp_path: Path
 ) -> None:
-    num_prompts, step = 240, 40  # a step's work takes up to 0.15 s: the signal finds it in flight
+    num_prompts, step = 240, 40  # work takes up to 0.6 s: the signal finds it in flight
     producer = prepare(own_cluster, num_prompts)
     reader = Reader(own_cluster, own_cluster.topic("rollouts"), dict.fromkeys(range(PARTITIONS), 0))
     worker = Worker(own_cluster, tmp_path / "recovery")

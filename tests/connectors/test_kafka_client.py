@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from connectors.config import ConfigError
 from connectors.kafka.client import (
     BrokerUnavailable,
     Cluster,
@@ -176,6 +177,13 @@ def test_an_absent_broker_is_unavailable_after_the_time_given() -> None:
         lambda: partition_counts(nobody),
     ):
         with pytest.raises(BrokerUnavailable, match=r"no broker answered at 127\.0\.0\.1:1"):
+            construct()
+
+
+def test_an_unknown_security_setting_is_a_configuration_error(cluster: Cluster) -> None:
+    wrong = replace(cluster, security={"sasl_mecanism": "PLAIN"})
+    for construct in (lambda: Producer(wrong), lambda: partition_counts(wrong)):
+        with pytest.raises(ConfigError, match="sasl_mecanism"):
             construct()
 
 
