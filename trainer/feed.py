@@ -8,7 +8,7 @@
 One loop, which alone touches the ledger:
   consumes  terminals of `trajectories`; requests of other threads (published, refund)
   produces  steps for `take`, at most one that nobody has taken; announcements to `policy`
-  waits     in the poll, a few milliseconds, for terminals; it never waits for the trainer
+  waits     in the poll, milliseconds, for terminals; it never waits for the trainer
   unblocked by  arriving groups (a step), a published version or a refund (an announcement)
 
 It announces nothing before `published` was called once: until then no engine is known to hold
@@ -53,8 +53,8 @@ from trainer.feed_state import FeedState
 from trainer.ledger import FeedCore, LedgerBroken, recover
 from trainer.step_log import Fenced
 
-POLL_S = 0.005
-"""Longest wait for terminals: what a request of another thread may have to wait."""
+POLL_S = 0.02
+"""Longest wait for terminals, which end it: what a request of another thread may have to wait."""
 ENDS_S = 0.05
 """How often the prompts' end offsets are asked for while credits wait for prompts."""
 STATUS_S = 0.5

@@ -30,6 +30,7 @@ from connectors.records import (
     encode,
 )
 from operators.staleness import policy
+from tests.broker_process import BrokerProcess
 from trainer.feed import Feed, FeedFailed, StepInput, configured_policy
 from trainer.feed_state import FeedState, fresh
 from trainer.ledger import LedgerBroken
@@ -397,6 +398,23 @@ def test_a_feed_without_its_begin_says_so(world: World) -> None:
     world.feeds.append(feed)
     with pytest.raises(FeedFailed, match="policy holds no begin of epoch 5"):
         feed.take(DEADLINE_S)
+
+
+def test_it_rides_out_a_broker_that_is_killed_and_comes_back(
+    own_broker: BrokerProcess, own_cluster: Cluster
+) -> None:
+    world = World(own_cluster)
+    try:
+        world.prompts(0, 10)
+        feed = world.feed(n=0, batch_size=1)
+        feed.published(v(0), "d")
+        own_broker.restart()
+        world.refuse(0, 0)
+        world.score(0, 1)
+        assert names(taken(feed)) == ["0/1"]
+        assert feed.published(v(1), "d").limits == (3, 0)
+    finally:
+        world.close()
 
 
 def test_a_closed_feed_answers_nobody(world: World) -> None:

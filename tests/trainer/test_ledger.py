@@ -335,6 +335,29 @@ def test_a_step_holds_its_records_in_the_order_of_their_grants() -> None:
     assert [e.group_id for e in step.snapshot.open] == [gid(0, 2), gid(0, 3)]
 
 
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_failing_groups_leak_no_credit_in_two_hundred_steps(n: int) -> None:
+    chance = random.Random(n)
+    core = core_of(n=n, batch_size=4, num_partitions=3)
+    while core.version.number < 200:
+        publish(core, core.version.number, [10_000, 0, 10_000])
+        for group_id in list(core.open):
+            where = parse_group_id(group_id).partition
+            if chance.random() < 0.3:
+                core.closed(group_id, chance.choice(["reward_failed", "malformed"]))
+            elif core.open[group_id].coordinate is None:
+                at = Coordinate(where, core.read[where], 7, group_id)
+                core.arrived(at, core.open[group_id].oldest, None, 1)
+        core.choose()
+        open_before = len(core.open)
+        assert core.audit_counts()["credit_balance"] == 0
+        assert open_before <= (n + 1) * 4
+    publish(core, 200, [10_000, 0, 10_000])
+    assert len(core.open) == (n + 1) * 4
+    assert core.counts().trained == 800
+    assert core.counts().closed > 200
+
+
 def test_a_late_second_attempt_is_counted_and_ignored() -> None:
     core = core_of(batch_size=1)
     publish(core, 0, [4])
