@@ -68,6 +68,10 @@ class Text:
             raise TextError("the model's tokenizer has no chat template: use prompt or token_ids")
         if not messages:
             raise TextError("messages is empty")
+        for n, message in enumerate(messages):
+            # A template would write an absent role as nothing and say nothing.
+            if not isinstance(message.get("role"), str):
+                raise TextError(f"message {n} has no role")
         try:
             return str(
                 self._tokenizer.apply_chat_template(

@@ -55,9 +55,17 @@ class RecoveryLost(RuntimeError):
     """The recovery folder is gone, damaged, or of a differently named dataflow."""
 
 
-def run_dataflow(config: Config, run_dir: RunDir, stages: set[str], stop: StopFlag = STOP) -> None:
-    """Runs the `stages` ("rollout", "reward") until SIGTERM, SIGINT or `stop`. ConfigError,
-    BrokerUnavailable, RecoveryLocked or RecoveryLost when it cannot start."""
+def run_dataflow(
+    config: Config,
+    run_dir: RunDir,
+    stages: set[str],
+    *,
+    engine: Engine | None = None,
+    stop: StopFlag = STOP,
+) -> None:
+    """Runs the `stages` ("rollout", "reward") until SIGTERM, SIGINT or `stop`, on `engine` or on
+    those the run names. ConfigError, BrokerUnavailable, RecoveryLocked or RecoveryLost when it
+    cannot start."""
     name = "dataflow" if len(stages) > 1 else next(iter(stages))
     folder = run_dir.recovery(name)
     _stop_on_signals(stop)
@@ -65,7 +73,7 @@ def run_dataflow(config: Config, run_dir: RunDir, stages: set[str], stop: StopFl
         cluster = wait_for_log(config, run_dir, stop)
         if cluster is None:
             return
-        flow = build(config, cluster, _engines(config, run_dir), stages, stop)
+        flow = build(config, cluster, engine or _engines(config, run_dir), stages, stop)
         _prepare_recovery(folder, flow, cluster, stages)
         run_dir.register(name)
         _run(flow, RecoveryConfig(folder))

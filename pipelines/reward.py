@@ -81,8 +81,9 @@ class DropBefore:
     def _poll(self) -> None:
         if self._tail is None:
             self._tail = PolicyTail(self._cluster)
-        while self._tail.poll():
-            continue
+        end = self._tail.end()
+        while self._tail.position < end:
+            self._tail.poll(0.1)
 
 
 def score(rewards: Rewards, drop_before: DropBefore, cluster: Cluster) -> Work:

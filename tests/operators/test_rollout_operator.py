@@ -1,0 +1,302 @@
+"""One prompt in, exactly one terminal out, whatever the prompt, the agent or the engine does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from connectors.engines.types import EngineError, GenerateRequest, Sampling
+from connectors.records import Closed, Group, Origin, Version
+from connectors.text import Text
+from operators import agents
+from operators.agents import Outcome
+from operators.rollout import AgentTask, Rolled, Rollout, Settings, check_agent
+from operators.user_code import UserCode
+from tests.operators.engine_fake import END, FakeEngine, in_turn, tokenizer
+
+ORIGIN = Origin("headwater.prompts", 1, 42)
+ASKED: dict[str, Any] = {"task": "sum", "messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    return tokenizer(tmp_path_factory.mktemp("plain"))
+
+
+def always(text: Text, said: str = "yes") -> FakeEngine:
+    return FakeEngine(lambda request: [*text.encode(said), END])
+
+
+def roll(
+    engine: FakeEngine,
+    text: Text,
+    prompt: Any,
+    *,
+    agent: Callable[..., Awaitable[Outcome | None]] = agents.single_turn,
+    group_size: int = 2,
+    resubmitted: bool = False,
+    min_version: Version | None = None,
+    **changes: Any,
+) -> Rolled:
+    fields: dict[str, Any] = {
+        "seed": 0, "sampling": Sampling(max_tokens=16), "context_tokens": 200,
+    }  # fmt: skip
+    settings = Settings(**(fields | changes))
+    task = AgentTask(agent=agent, group_size=group_size)
+    value = prompt if prompt is None or isinstance(prompt, bytes) else msgspec.json.encode(prompt)
+
+    async def run() -> Rolled:
+        rollout = Rollout(settings, {"sum": task}, engine, text, UserCode("agents"))
+        return await rollout(value, ORIGIN, min_version, resubmitted)
+
+    return asyncio.run(run())
+
+
+def closed(rolled: Rolled) -> Closed:
+    assert isinstance(rolled.terminal, Closed), rolled
+    return rolled.terminal
+
+
+def group(rolled: Rolled) -> Group:
+    assert isinstance(rolled.terminal, Group), rolled
+    assert rolled.dead_letter is None
+    return rolled.terminal
+
+
+def test_a_prompt_becomes_a_group_of_n_trajectories(text: Text) -> None:
+    engine = always(text)
+    made = group(roll(engine, text, ASKED, group_size=3, min_version=Version(0, 0)))
+    assert made.group_id == "headwater.prompts/1/42"
+    assert [t.trajectory_id for t in made.trajectories] == [
+        f"headwater.prompts/1/42/{k}" for k in range(3)
+    ]
+    row = made.trajectories[0]
+    assert row.tokens.tolist() == text.encode(
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>"
+    )
+    assert row.loss_mask.sum() == len("yes") + 1
+    assert np.isnan(row.reward)
+    assert row.finish_reason == "stop"
+    assert made.oldest == Version(0, 0)
+    assert len({r.sampling.seed for r in engine.requests}) == 3
+    assert {r.min_version for r in engine.requests} == {Version(0, 0)}
+    assert engine.requests[0].sampling.stop_ids == text.stop_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ({"task": "sum", "prompt": "ab"}, [70, 71]),
+        ({"task": "sum", "token_ids": [70, 71]}, [70, 71]),
+    ],
+)
+def test_text_and_ids_are_prompts_too(text: Text, prompt: Any, expected: list[int]) -> None:
+    wanted = text.encode("ab") if "prompt" in prompt else expected
+    row = group(roll(always(text), text, prompt)).trajectories[0]
+    assert row.tokens.tolist()[:2] == wanted
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "reason"),
+    [
+        (b"{no json", "not_json", "malformed"),
+        (b"\xff\xfe", "not_json", "malformed"),
+        (b'{"x":' * 100_000, "not_json", "malformed"),
+        (b"", "not_json", "malformed"),
+        (b'"text"', "bad_prompt", "malformed"),
+        (b'{"task": "sum"}', "bad_prompt", "malformed"),
+        (b'{"task": "sum", "prompt": "a", "token_ids": [1]}', "bad_prompt", "malformed"),
+        (b'{"task": "sum", "messages": "hello"}', "bad_prompt", "malformed"),
+        (b'{"task": "sum", "messages": []}', "bad_prompt", "malformed"),
+        (b'{"task": "sum", "messages": [{"content": {}}]}', "bad_prompt", "malformed"),
+        (b'{"task": "sum", "token_ids": [-1]}', "bad_prompt", "malformed"),
+        (b'{"task": "sum", "token_ids": [260]}', "bad_prompt", "malformed"),
+        (b'{"task": "sum", "token_ids": []}', "bad_prompt", "malformed"),
+        (b'{"task": "sum", "prompt": ""}', "bad_prompt", "malformed"),
+        (b'{"task": 3, "prompt": "a"}', "bad_prompt", "malformed"),
+        (b'{"task": "other", "prompt": "a"}', "unknown_task", "unknown_task"),
+        (b'{"task": "sum", "prompt": "%s"}' % (b"a" * 200), "too_long", "too_long"),
+    ],
+)
+def test_a_prompt_that_cannot_be_used_is_a_dead_letter_and_closed(
+    text: Text, value: bytes, code: str, reason: str
+) -> None:
+    engine = always(text)
+    rolled = roll(engine, text, value)
+    assert rolled.dead_letter is not None
+    assert rolled.dead_letter.code == code
+    assert rolled.dead_letter.message
+    assert closed(rolled).reason == reason
+    assert closed(rolled).group_id == str(ORIGIN)
+    assert engine.requests == []
+
+
+def test_an_offset_without_a_record_is_closed_without_a_dead_letter(text: Text) -> None:
+    rolled = roll(always(text), text, None)
+    assert closed(rolled).reason == "no_record"
+    assert rolled.dead_letter is None
+
+
+def test_an_agent_that_raises_is_tried_three_times_with_other_seeds(text: Text) -> None:
+    async def agent(prompt: Any, llm: Any, tools: Any) -> None:
+        await llm.chat(prompt.messages)
+        raise KeyError("lost")
+
+    engine = always(text)
+    end = closed(roll(engine, text, ASKED, agent=agent, group_size=1))
+    assert end.reason == "agent_failed"
+    assert "KeyError" in end.message
+    assert len(engine.requests) == 3
+    assert len({r.request_id for r in engine.requests}) == 3
+    assert len({r.sampling.seed for r in engine.requests}) == 3
+
+
+def test_an_agent_that_raises_once_keeps_only_what_the_second_attempt_wrote(text: Text) -> None:
+    attempts: list[int] = []
+
+    async def agent(prompt: Any, llm: Any, tools: Any) -> Outcome:
+        await llm.chat(prompt.messages)
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise ValueError("once")
+        return Outcome(reward=0.5, metadata={"note": "second"})
+
+    made = group(roll(always(text), text, ASKED, agent=agent, group_size=1))
+    (row,) = made.trajectories
+    assert (row.reward, row.metadata["note"], row.turns) == (0.5, "second", 1)
+
+
+@pytest.mark.parametrize("returned", ["text", 1.0, {"reward": 1.0}])
+def test_an_agent_that_returns_something_else_fails(text: Text, returned: Any) -> None:
+    async def agent(prompt: Any, llm: Any, tools: Any) -> Any:
+        await llm.chat(prompt.messages)
+        return returned
+
+    assert closed(roll(always(text), text, ASKED, agent=agent)).reason == "agent_failed"
+
+
+def test_an_agent_that_never_asks_the_llm_fails(text: Text) -> None:
+    async def agent(prompt: Any, llm: Any, tools: Any) -> None:
+        return None
+
+    assert closed(roll(always(text), text, ASKED, agent=agent)).reason == "agent_failed"
+
+
+def test_a_reward_of_the_agents_own_that_is_no_number_closes_the_group(text: Text) -> None:
+    async def agent(prompt: Any, llm: Any, tools: Any) -> Outcome:
+        await llm.chat(prompt.messages)
+        return Outcome(reward=float("nan"))
+
+    assert closed(roll(always(text), text, ASKED, agent=agent)).reason == "reward_nan"
+
+
+def test_an_engine_that_fails_for_good_closes_the_group(text: Text) -> None:
+    def answer(request: GenerateRequest) -> list[int]:
+        raise EngineError("broken")
+
+    assert closed(roll(FakeEngine(answer), text, ASKED)).reason == "engine_failed"
+
+
+def test_the_time_cap_closes_the_group_and_cancels_what_runs(text: Text) -> None:
+    engine = FakeEngine(lambda request: None)
+    end = closed(roll(engine, text, ASKED, time_cap_s=0.3))
+    assert end.reason == "time_cap"
+    assert sorted(engine.cancelled) == sorted(r.request_id for r in engine.requests)
+    assert all(r.deadline_s is not None and r.deadline_s <= 0.3 for r in engine.requests)
+
+
+def test_an_agent_that_hangs_is_ended_by_the_time_cap(text: Text) -> None:
+    async def agent(prompt: Any, llm: Any, tools: Any) -> None:
+        await asyncio.Event().wait()
+
+    assert closed(roll(always(text), text, ASKED, agent=agent, time_cap_s=0.3)).reason == "time_cap"
+
+
+def test_an_agent_that_fills_the_context_keeps_what_it_wrote(text: Text) -> None:
+    async def agent(prompt: Any, llm: Any, tools: Any) -> None:
+        while True:
+            await llm.generate([70] * 10)
+
+    made = group(roll(always(text), text, {"task": "sum", "prompt": "ab"}, agent=agent))
+    row = made.trajectories[0]
+    assert row.finish_reason == "length"
+    assert row.turns > 1
+    assert len(row.tokens) <= 200
+
+
+def test_resubmitted_work_attaches_before_it_generates(text: Text) -> None:
+    engine = always(text)
+    group(roll(engine, text, ASKED))
+    assert engine.attached == []
+    sent = [r.request_id for r in engine.requests]
+    group(roll(engine, text, ASKED, resubmitted=True))
+    assert sorted(engine.attached) == sorted(sent)
+
+
+def test_the_tool_loop_writes_call_result_and_answer_into_one_row(text: Text) -> None:
+    said = [[*text.encode("calc(12+7)"), END], [*text.encode("19"), END]]
+    made = group(
+        roll(FakeEngine(in_turn(*said)), text, ASKED, agent=agents.tool_loop, group_size=1)
+    )
+    (row,) = made.trajectories
+    assert text.decode(row.tokens.tolist(), special=True) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\ncalc(12+7)<|im_end|>\n"
+        "<|im_start|>tool\n19<|im_end|>\n<|im_start|>assistant\n19<|im_end|>"
+    )
+    assert text.decode(row.tokens[row.loss_mask == 1].tolist()) == "calc(12+7)19"
+    assert row.turns == 2
+    assert msgspec.json.decode(row.metadata["messages"]) == [
+        {"role": "assistant", "content": "calc(12+7)"},
+        {"role": "tool", "content": "19"},
+        {"role": "assistant", "content": "19"},
+    ]
+
+
+def test_the_tool_loop_ends_after_its_turns_and_goes_on_after_a_tool_error(text: Text) -> None:
+    engine = always(text, "calc(1/0)")
+    made = group(
+        roll(engine, text, ASKED, agent=agents.tool_loop, group_size=1, context_tokens=1000)
+    )
+    (row,) = made.trajectories
+    assert row.turns == agents.MAX_TOOL_TURNS
+    assert "error: division by zero" in text.decode(row.tokens.tolist())
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("12+7", "19"), ("7/2", "3.5"), ("-(2**10)", "-1024"), ("6/2", "3"), (" 1 + 2 * 3 ", "7")],
+)
+def test_the_calculator_calculates(expression: str, value: str) -> None:
+    assert agents.calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "a",
+        "__import__('os')",
+        "2**10000",
+        "9**9**9",
+        "1+",
+        "'a'*9",
+        "(" * 150,
+        "True+1",
+        "1e400",
+    ],
+)
+def test_the_calculator_refuses_everything_else(expression: str) -> None:
+    with pytest.raises(ValueError, match=r"expression|too large"):
+        agents.calculate(expression)
+
+
+def test_a_plain_function_is_no_agent(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="async def"):
+        check_agent(lambda prompt, llm, tools: None)
+    check_agent(agents.single_turn)

@@ -1,0 +1,85 @@
+"""A dataflow job as a process, for tests that kill it.
+
+python -P -m tests.pipelines.dataflow_process RUN_DIR fake|real
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from connectors.config import load
+from connectors.engines.types import Completion, GenerateRequest
+from connectors.run_dir import RunDir
+from tests.operators.engine_fake import END, FakeEngine
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class SlowEngine(FakeEngine):
+    """Takes a random while, so that groups end out of order and kills find some in flight."""
+
+    async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+        await asyncio.sleep(random.uniform(0.01, 0.3))
+        return await super().generate(request)
+
+
+def answer(request: GenerateRequest) -> Sequence[int]:
+    return [*request.token_ids[:3], END]
+
+
+class DataflowProcess:
+    """Both stages on the run's configuration (`RUN_DIR/config.toml`)."""
+
+    def __init__(self, run_dir: Path, engine: str = "fake") -> None:
+        self.log_file = run_dir / "dataflow.log"
+        command = [sys.executable, "-P", "-m", "tests.pipelines.dataflow_process"]
+        with self.log_file.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*command, str(run_dir), engine], cwd=ROOT, stdout=log, stderr=log,
+                env=_environment(),
+            )  # fmt: skip
+
+    def kill9(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+
+    def stop(self) -> int:
+        """SIGTERM; the exit status."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            return self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.kill9()
+            raise
+
+    def log(self) -> str:
+        return self.log_file.read_text()[-3000:]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def main(run_dir: str, engine: str) -> None:
+    # A tokenizer needs no torch; transformers would spend seconds importing it at every start.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    from pipelines.job import run_dataflow
+
+    config = load(Path(run_dir) / "config.toml")
+    run_dataflow(
+        config,
+        RunDir(run_dir),
+        {"rollout", "reward"},
+        engine=SlowEngine(answer) if engine == "fake" else None,
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,341 @@
+"""The whole job against a real broker: every granted prompt ends exactly once, also when killed."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from connectors.arrow import decode_group
+from connectors.kafka.client import Cluster, Producer, Reader, Record, ensure_topics, read_all
+from connectors.records import (
+    HEADER_CRC,
+    HEADER_KIND,
+    HEADER_WRITER,
+    Announcement,
+    Begin,
+    Closed,
+    Version,
+    decode_as,
+    encode,
+    parse_group_id,
+)
+from connectors.run_dir import RunDir
+from pipelines.job import RecoveryLocked, RecoveryLost, run_dataflow
+from tests.operators.engine_fake import FakeEngine, tokenizer
+from tests.pipelines.dataflow_process import DataflowProcess, answer
+
+PARTITIONS = 2
+USER_CODE = """
+async def agent(prompt, llm, tools):
+    if prompt.reward == "agent raises":
+        raise RuntimeError("no")
+    await llm.chat(prompt.messages)
+
+def score(sample, prompt):
+    if prompt.reward == "raises":
+        raise RuntimeError("no")
+    if prompt.reward == "nan":
+        return float("nan")
+    return {"reward": 1.0, "length": len(sample.text)}
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, cluster: Cluster, model: Path) -> RunDir:
+    """A run's folder with a configuration, and its topics."""
+    (tmp_path / "code.py").write_text(USER_CODE)
+    (tmp_path / "config.toml").write_text(f"""
+[run]
+namespace = "{cluster.namespace}"
+[kafka]
+bootstrap_servers = "{cluster.bootstrap_servers}"
+partitions = {PARTITIONS}
+max_message_bytes = 65536
+[model]
+path = "{model}"
+context_tokens = 60
+[sampling]
+max_tokens = 8
+[tasks.t]
+agent = "code.py:agent"
+reward = "code.py:score"
+group_size = 2
+reward_retries = 0
+""")
+    topics = ("prompts", "rollouts", "trajectories", "dead-letters", "evaluations")
+    ensure_topics(cluster, dict.fromkeys(topics, PARTITIONS) | {"policy": 1, "steps": 1})
+    return RunDir(tmp_path)
+
+
+def asked(reward: str = "", **changes: Any) -> bytes:
+    message = {"role": "user", "content": "a"}
+    return msgspec.json.encode({"task": "t", "messages": [message], "reward": reward} | changes)
+
+
+def kinds_of_prompts(count: int) -> list[tuple[bytes, str]]:
+    """Prompts and the reasons they close with; "" = scored."""
+    kinds = [
+        (asked(), ""),
+        (asked("raises"), "reward_failed"),
+        (b"{no json", "malformed"),
+        (asked(), ""),
+        (asked(task="other"), "unknown_task"),
+        (asked("nan"), "reward_nan"),
+        (asked(messages=[{"role": "user", "content": "long " * 20}]), "too_long"),
+        (asked(), ""),
+        (asked("agent raises"), "agent_failed"),
+        (asked(metadata={"padding": "x" * 60_000}), "too_large"),
+    ]
+    return [kinds[i % len(kinds)] for i in range(count)]
+
+
+def produce(cluster: Cluster, prompts: list[bytes]) -> None:
+    producer = Producer(cluster)
+    for i, prompt in enumerate(prompts):
+        producer.send(cluster.topic("prompts"), i % PARTITIONS, prompt)
+    producer.flush()
+    producer.close()
+
+
+def grant(cluster: Cluster, *limits: int, number: int = 0, drop_before: int | None = None) -> None:
+    producer = Producer(cluster)
+    begin = Begin(epoch=0, writer="test", resumed_step=0, started_at=0.0)
+    announcement = Announcement(
+        epoch=0,
+        version=Version(0, number),
+        digest="0" * 16,
+        limits=limits,
+        drop_before=None if drop_before is None else Version(0, drop_before),
+    )
+    for record in (begin, announcement):
+        producer.append(cluster.topic("policy"), 0, encode(record))
+    producer.close()
+
+
+def count(cluster: Cluster, topic: str = "trajectories") -> int:
+    reader = Reader(cluster, cluster.topic(topic), dict.fromkeys(range(PARTITIONS), 0))
+    try:
+        return sum(reader.ends().values())
+    finally:
+        reader.close()
+
+
+def wait_for(
+    condition: Callable[[], bool], job: DataflowProcess | None = None, deadline_s: float = 120.0
+) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        if job is not None:
+            assert job.process.poll() is None, f"the job ended: {job.log()}"
+        assert time.monotonic() < deadline, job.log() if job is not None else "too slow"
+        time.sleep(0.05)
+
+
+def written(cluster: Cluster, topic: str) -> list[Record]:
+    return read_all(cluster, cluster.topic(topic), range(PARTITIONS))
+
+
+def ends(cluster: Cluster, topic: str = "trajectories") -> dict[tuple[int, int], list[str]]:
+    """Every prompt's terminals by (partition, offset): reason, "" for a scored group."""
+    found = collections.defaultdict(list)
+    for record in written(cluster, topic):
+        assert record.key is not None
+        origin = parse_group_id(record.key.decode())
+        assert origin.topic == cluster.topic("prompts")
+        assert origin.partition == record.partition
+        crc = int(record.headers[HEADER_CRC], 16)
+        if record.headers[HEADER_KIND] == "group":
+            group = decode_group(record.value, crc)
+            assert group.group_id == record.key.decode()
+            assert [t.reward for t in group.trajectories] == [1.0, 1.0]
+            assert group.trajectories[0].reward_parts == {"length": 2.0}
+            found[origin.partition, origin.offset].append("")
+        else:
+            end: Closed = decode_as(record.value, Closed)
+            found[origin.partition, origin.offset].append(end.reason)
+    return dict(found)
+
+
+def expected(prompts: list[tuple[bytes, str]]) -> dict[tuple[int, int], list[str]]:
+    return {(i % PARTITIONS, i // PARTITIONS): [end] for i, (_, end) in enumerate(prompts)}
+
+
+def test_every_granted_prompt_ends_once_though_the_job_is_killed(
+    cluster: Cluster, run: RunDir
+) -> None:
+    prompts = kinds_of_prompts(40)
+    produce(cluster, [value for value, _ in prompts])
+    grant(cluster, 8, 8)
+    job = DataflowProcess(run.path)
+    try:
+        for limit, seen in ((12, 3), (16, 12), (19, 20)):
+            wait_for(lambda seen=seen: count(cluster) >= seen, job)  # type: ignore[misc]
+            job.kill9()
+            grant(cluster, limit, limit)
+            job = DataflowProcess(run.path)
+        wait_for(lambda: count(cluster) >= 38, job)
+        grant(cluster, 20, 20)
+        wait_for(lambda: count(cluster) >= 40, job)
+        assert job.stop() == 0, job.log()
+    finally:
+        job.stop()
+    assert ends(cluster) == expected(prompts)
+    in_rollouts = collections.Counter(record.key for record in written(cluster, "rollouts"))
+    assert set(in_rollouts.values()) == {1}
+    assert len(in_rollouts) == 40
+    letters = written(cluster, "dead-letters")
+    assert collections.Counter(letter.headers["code"] for letter in letters) == {
+        "not_json": 4, "unknown_task": 4, "too_long": 4,
+    }  # fmt: skip
+    for letter in letters:
+        origin = parse_group_id(letter.headers["origin"])
+        assert letter.value == prompts[origin.offset * PARTITIONS + origin.partition][0]
+
+
+def test_what_is_not_granted_is_not_touched_and_a_stopped_job_goes_on(
+    cluster: Cluster, run: RunDir
+) -> None:
+    prompts = [(asked(), "")] * 12
+    produce(cluster, [value for value, _ in prompts])
+    grant(cluster, 1, 4, number=3)
+    job = DataflowProcess(run.path)
+    try:
+        wait_for(lambda: count(cluster) >= 5, job)
+        assert job.stop() == 0, job.log()
+        assert sorted(ends(cluster)) == [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3)]
+        grant(cluster, 6, 6, number=4)
+        job = DataflowProcess(run.path)
+        wait_for(lambda: count(cluster) >= 12, job)
+        assert job.stop() == 0, job.log()
+    finally:
+        job.stop()
+    assert ends(cluster) == expected(prompts)
+
+
+def test_groups_below_the_announced_version_close_as_stale(cluster: Cluster, run: RunDir) -> None:
+    produce(cluster, [asked(), asked("raises")])
+    grant(cluster, 1, 1, drop_before=1)  # the fake engine writes version 0
+    job = DataflowProcess(run.path)
+    try:
+        wait_for(lambda: count(cluster) >= 2, job)
+    finally:
+        job.stop()
+    assert ends(cluster) == {(0, 0): ["stale"], (1, 0): ["stale"]}
+
+
+def test_unreadable_rollouts_are_dead_letters_and_second_terminals_are_ignored(
+    cluster: Cluster, run: RunDir
+) -> None:
+    producer = Producer(cluster)
+    topic, prompts = cluster.topic("rollouts"), cluster.topic("prompts")
+    end = encode(Closed(group_id=f"{prompts}/0/0", reason="time_cap"))
+    crc = {HEADER_KIND: "group", HEADER_CRC: "00000000", HEADER_WRITER: "rollout"}
+    closed = {HEADER_KIND: "closed", HEADER_WRITER: "rollout"}
+    for key, value, headers in [
+        (f"{prompts}/0/0", end, closed),
+        (f"{prompts}/0/0", end, closed),
+        (f"{prompts}/0/1", b"not arrow", crc),
+        (f"{prompts}/0/2", b"not json", closed),
+        (f"{prompts}/0/3", b"?", {HEADER_KIND: "new"}),
+        ("no coordinates", b"?", crc),
+    ]:
+        producer.send(topic, 0, value, key=key.encode(), headers=headers)
+    producer.flush()
+    job = DataflowProcess(run.path)
+    try:
+        wait_for(lambda: count(cluster) >= 4 and count(cluster, "dead-letters") >= 4, job)
+        assert job.stop() == 0
+    finally:
+        job.stop()
+    assert ends(cluster) == {
+        (0, 0): ["time_cap"], (0, 1): ["malformed"], (0, 2): ["malformed"], (0, 3): ["malformed"],
+    }  # fmt: skip
+    codes = collections.Counter(r.headers["code"] for r in written(cluster, "dead-letters"))
+    assert codes == {"corrupt_record": 3, "unknown_record": 1}
+
+
+# ---------------------------------------------------------------------------------- recovery folder
+def start(run: RunDir) -> None:
+    """Starts in this process; for starts that fail."""
+    from connectors.config import load
+
+    config = load(run.config_file)
+    run_dataflow(config, run, {"rollout", "reward"}, engine=FakeEngine(answer))
+
+
+def test_two_jobs_on_one_recovery_folder_is_one_clear_line(cluster: Cluster, run: RunDir) -> None:
+    grant(cluster, 0, 0)
+    job = DataflowProcess(run.path)
+    try:
+        wait_for(lambda: any(r.name == "dataflow" for r in run.roles()), job)
+        with pytest.raises(RecoveryLocked, match=f"process {job.process.pid} runs this dataflow"):
+            start(run)
+    finally:
+        job.stop()
+
+
+@pytest.fixture
+def finished(cluster: Cluster, run: RunDir) -> RunDir:
+    produce(cluster, [asked(), asked()])
+    grant(cluster, 1, 1)
+    job = DataflowProcess(run.path)
+    try:
+        wait_for(lambda: count(cluster) >= 2, job)
+        assert job.stop() == 0, job.log()
+    finally:
+        job.stop()
+    return run
+
+
+def test_a_lost_recovery_folder_is_said_and_can_be_done_without(
+    finished: RunDir, cluster: Cluster
+) -> None:
+    folder = finished.recovery("dataflow")
+    steps = (folder / "steps.json").read_bytes()
+    (folder / "steps.json").write_bytes(steps.replace(b"headwater.roll", b"headwater.old"))
+    with pytest.raises(RecoveryLost, match="other steps"):
+        start(finished)
+    (folder / "steps.json").write_bytes(steps)
+    for file in folder.glob("part-*"):
+        file.unlink()
+    with pytest.raises(RecoveryLost, match="lost its database"):
+        start(finished)
+    (folder / "steps.json").unlink()
+    with pytest.raises(RecoveryLost, match=r"is empty, but .*rollouts holds"):
+        start(finished)
+    (folder / "restart").touch()
+    produce(cluster, [asked(), asked()])
+    grant(cluster, 2, 2)
+    job = DataflowProcess(finished.path)
+    try:
+        wait_for(lambda: count(cluster) >= 4, job)
+        assert job.stop() == 0, job.log()
+    finally:
+        job.stop()
+    assert ends(cluster) == {(p, o): [""] for p in range(2) for o in range(2)}
+
+
+def test_a_broken_invariant_ends_the_process_with_an_error(cluster: Cluster, run: RunDir) -> None:
+    producer = Producer(cluster)
+    producer.append(cluster.topic("policy"), 0, b"{not a policy record")
+    producer.close()
+    produce(cluster, [asked()])
+    job = DataflowProcess(run.path)
+    try:
+        assert job.process.wait(60) not in (0, None)
+        assert "DecodeError" in job.log()
+    finally:
+        job.stop()
