@@ -225,7 +225,10 @@ class Publisher:
             self._note(self._sender.relabel(version, digest, epoch, equal))
         if other:
             self._note(self._sender.publish(current.snapshot, version, epoch, other))
-        if wanted in self._held.values() and current is not self._announced:
+        holders = [url for url, held in self._held.items() if held == wanted]
+        for url in holders:
+            self.failures.pop(url, None)
+        if holders and current is not self._announced:
             self._announce(current)
 
     def _look(self) -> None:
@@ -260,7 +263,6 @@ class Publisher:
             else:
                 self._told[url] = time.monotonic()
                 self._held[url] = _Held(answer.version, answer.digest, self._epoch)
-                self.failures.pop(url, None)
 
     def _fail(self, url: str, error: WeightsError) -> None:
         if isinstance(error, EpochRefused):
