@@ -60,7 +60,7 @@ def load_model(folder: Path, dtype: str, device: str) -> Any:
 
 class Decoder:
     """Sequences in, tokens appended to them in place. `add`, `remove` and the callbacks belong to
-    the asyncio loop `start` was called on; `paused` and `restart` to one other thread."""
+    the asyncio loop `listen` was called on; `paused` and `restart` to one other thread."""
 
     def __init__(
         self, model: Any, *, max_running: int, context_tokens: int, options: DecoderOptions
@@ -100,18 +100,27 @@ class Decoder:
             self.model.set_attn_implementation(attention.register())
         return manager
 
-    def start(
+    def listen(
         self,
         *,
         on_finished: Callable[[Sequence], None],
         on_failed: Callable[[Sequence], None],
         on_fatal: Callable[[str], None],
     ) -> None:
-        """Starts the decode thread. The callbacks run on the current asyncio loop: a sequence ended
-        by itself; its logits were not finite; the decode thread died (nothing will end any
-        more)."""
+        """The callbacks run on the current asyncio loop: a sequence ended by itself; its logits
+        were not finite; the decode thread failed (nothing will end any more)."""
         self._loop = asyncio.get_running_loop()
         self._on_finished, self._on_failed, self._on_fatal = on_finished, on_failed, on_fatal
+
+    def start(self) -> None:
+        """Allocates the KV cache and starts the decode thread. EngineStartError when the memory is
+        too small."""
+        try:
+            self._manager.warmup()
+        except (MemoryError, RuntimeError) as error:
+            raise EngineStartError(
+                f"no room for a KV cache of {self.kv_tokens} tokens: {error}"
+            ) from error
         self._manager.start()
 
     @property

@@ -65,16 +65,11 @@ class HfEngine:
 
         self._loop = asyncio.get_running_loop()
         self._swap.on_version = self._version_changed
-        self._decoder.start(
+        self._decoder.listen(
             on_finished=lambda sequence: self._sample_ended(sequence, None),
             on_failed=lambda sequence: self._sample_ended(sequence, "error"),
             on_fatal=died,
         )
-
-    @property
-    def decoding(self) -> bool:
-        """The decode thread lives."""
-        return self._decoder.alive
 
     def close(self) -> None:
         """Requests that are still here end with EngineUnavailable."""
@@ -83,8 +78,6 @@ class HfEngine:
             if not job.result.done():
                 job.result.set_exception(EngineUnavailable("the engine is stopping"))
                 job.result.exception()  # nobody may be waiting
-        self._swap.close()
-        self._decoder.stop()
 
     # ------------------------------------------------------------------------------ the protocol
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:

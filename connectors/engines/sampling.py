@@ -51,12 +51,14 @@ class Sequence:
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.token_ids)
 
-    def append(self, token_id: int, logprob: float, version: Version) -> None:
+    def append(self, token_id: int, logprob: float, version: Version) -> bool:
+        """False when it is closed."""
         if self.closed:
-            return
+            return False
         self.versions.append(version)
         self.logprobs.append(logprob)
         self.token_ids.append(token_id)
+        return True
 
     def complete(self, reason: FinishReason | None = None) -> Completion:
         """Closes the sequence. Without a reason it ended by itself: stop id or length."""
@@ -114,7 +116,8 @@ class Sampler(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
         sequences = [sequence for sequence in self._step if sequence is not None]
         if not rows:
             return scores
-        if self.version is None:
+        version = self.version
+        if version is None:
             raise RuntimeError("a decode step ran while the engine held no whole version")
         logits_BV = scores[rows]
         token_ids_B, logprobs_B = draw(
@@ -129,8 +132,7 @@ class Sampler(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
             if logprob - logprob != 0:  # NaN or infinite
                 self._on_failed(sequence)
             else:
-                sequence.append(token_id, logprob, self.version)
-                self.num_tokens += 1
+                self.num_tokens += sequence.append(token_id, logprob, version)
         chosen = torch.zeros_like(scores)
         chosen[rows, token_ids_B] = 1
         return chosen

@@ -54,15 +54,32 @@ Reply = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class EngineServer:
-    """The routes over one engine."""
+    """The engine's parts and the routes over them."""
 
-    def __init__(self, engine: HfEngine, swap: WeightSwap) -> None:
-        self._engine = engine
-        self._swap = swap
+    def __init__(self, decoder: Decoder, receiver: WeightsReceiver, *, max_running: int) -> None:
+        self._decoder = decoder
+        self._swap = swap = WeightSwap(decoder, receiver)
+        self._engine = engine = HfEngine(decoder, swap, max_running=max_running)
         self._registry = CollectorRegistry()
         self._registry.register(
             EngineMetrics(engine.state_now, swap.update_durations, swap.pause_durations)
         )
+
+    def start(self, on_fatal: Callable[[str], None]) -> None:
+        self._engine.start(on_fatal)
+        self._decoder.start()
+
+    def close(self) -> None:
+        self._engine.close()
+        self._swap.close()
+        self._decoder.stop()
+
+    @property
+    def dead(self) -> str | None:
+        """Why nothing will be generated any more."""
+        if self._engine.fatal is None and not self._decoder.alive:
+            return "the decode thread ended"
+        return self._engine.fatal
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
@@ -97,8 +114,8 @@ class EngineServer:
         return _json(await self._engine.state())
 
     async def health(self, _: web.Request) -> web.Response:
-        if self._engine.fatal is not None:
-            raise EngineUnavailable(self._engine.fatal)
+        if self.dead is not None:
+            raise EngineUnavailable(self.dead)
         return _json({"status": "ok"})
 
     async def metrics(self, _: web.Request) -> web.Response:
@@ -161,9 +178,9 @@ def serve_engine(config: Config, run_dir: RunDir, name: str, port: int = 0) -> N
         context_tokens=_context_tokens(config, model),
         options=options,
     )
-    swap = WeightSwap(decoder, WeightsReceiver(dict(model.named_parameters())))
-    engine = HfEngine(decoder, swap, max_running=config.engine.max_running)
-    asyncio.run(_serve(engine, EngineServer(engine, swap).app(), run_dir, name, port))
+    receiver = WeightsReceiver(dict(model.named_parameters()))
+    server = EngineServer(decoder, receiver, max_running=config.engine.max_running)
+    asyncio.run(_serve(server, run_dir, name, port))
 
 
 def _options(config: Config) -> DecoderOptions:
@@ -186,9 +203,7 @@ def _context_tokens(config: Config, model: Any) -> int:
     return wanted if limit is None else min(wanted, int(limit))
 
 
-async def _serve(
-    engine: HfEngine, app: web.Application, run_dir: RunDir, name: str, port: int
-) -> None:
+async def _serve(server: EngineServer, run_dir: RunDir, name: str, port: int) -> None:
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[str | None] = loop.create_future()
 
@@ -196,20 +211,26 @@ async def _serve(
         if not ended.done():
             ended.set_result(reason)
 
+    def stop(*_: object) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(end)
+
+    # Not asyncio's own handlers: those end with the loop, and a second SIGTERM while the process
+    # winds up would make a clean exit a death by signal.
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, end)
-    engine.start(on_fatal=end)
+        signal.signal(number, stop)
+    server.start(on_fatal=end)
     runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S
+        server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S
     )
     await runner.setup()
     try:
         url = await _listen(runner, port)
         run_dir.register(name, url=url)
         print(f"{name} serves {url}", flush=True)
-        reason = await _ended(engine, ended)
+        reason = await _ended(server, ended)
     finally:
-        engine.close()
+        server.close()
         await runner.cleanup()
     if reason is not None:
         raise RuntimeError(reason)
@@ -223,11 +244,11 @@ async def _listen(runner: web.AppRunner, port: int) -> str:
     return f"http://127.0.0.1:{runner.addresses[0][1]}"
 
 
-async def _ended(engine: HfEngine, ended: asyncio.Future[str | None]) -> str | None:
+async def _ended(server: EngineServer, ended: asyncio.Future[str | None]) -> str | None:
     """Waits for a signal or the decoder's death, which it also sees when no callback told of it."""
     while True:
         done, _ = await asyncio.wait([ended], timeout=1.0)
         if done:
             return ended.result()
-        if not engine.decoding:
-            return engine.fatal or "the decode thread ended"
+        if server.dead is not None:
+            return server.dead

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 from connectors.engines.decoder import Decoder
 from connectors.engines.metrics import Durations
@@ -43,7 +43,9 @@ class WeightSwap:
 
     @property
     def version(self) -> Version | None:
-        return None if self._held else self._receiver.version
+        # The sampler's own: what is admitted at a version gets no token of an older one.
+        whole = self._receiver.version is not None and not self._held
+        return self._decoder.sampler.version if whole else None
 
     @property
     def digest(self) -> str:
@@ -54,22 +56,19 @@ class WeightSwap:
         return self._receiver.epoch
 
     def join(self, request: JoinRequest) -> None:
-        self._receiver.join(request)
+        with self._held_when_interrupted():
+            self._receiver.join(request)
 
     def fence(self, request: FenceRequest) -> None:
-        self._receiver.fence(request)
+        with self._held_when_interrupted():
+            self._receiver.fence(request)
 
     def update(self, request: UpdateRequest) -> Ack:
         """Receives one version and installs it."""
         started = time.monotonic()
-        try:
-            staged = self._receiver.receive(request)
-            ack = self._install(staged)
-        except BaseException:
-            self._hold_without_version()
-            raise
+        with self._held_when_interrupted():
+            ack = self._install(self._receiver.receive(request))
         self.update_durations.add(time.monotonic() - started)
-        self.on_version()
         return ack
 
     def _install(self, staged: Staged) -> Ack:
@@ -84,19 +83,24 @@ class WeightSwap:
 
     def relabel(self, request: RelabelRequest) -> Ack:
         """The same weights under another version: nothing is copied or recomputed."""
-        with self._lock:
+        with self._held_when_interrupted(), self._lock:
             ack = self._receiver.relabel(request)
             self._decoder.sampler.version = ack.version
             self._release()
-        self.on_version()
         return ack
 
-    def _hold_without_version(self) -> None:
-        with self._lock:
-            if self._receiver.version is None and not self._held and self._decoder.alive:
-                self._hold.enter_context(self._decoder.paused())
-                self._held = True
-        self.on_version()
+    @contextmanager
+    def _held_when_interrupted(self) -> Iterator[None]:
+        """Whatever the trainer sends may break off an update that is under way in another
+        thread."""
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._receiver.version is None and not self._held and self._decoder.alive:
+                    self._hold.enter_context(self._decoder.paused())
+                    self._held = True
+            self.on_version()
 
     def _release(self) -> None:
         self._held = False

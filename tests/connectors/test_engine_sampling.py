@@ -63,7 +63,9 @@ def test_a_draw_depends_on_its_own_row_only() -> None:
     seeds, positions = list(range(8)), list(range(10, 18))
     ids, logprobs = draw(logits, samplings, seeds, positions)
     for k in range(8):
-        alone = draw(logits[k : k + 1], samplings[k : k + 1], seeds[k : k + 1], positions[k : k + 1])
+        alone = draw(
+            logits[k : k + 1], samplings[k : k + 1], seeds[k : k + 1], positions[k : k + 1]
+        )
         assert alone[0].item() == ids[k]
         assert alone[1].item() == logprobs[k]
 
