@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 FETCH_BYTES = 8 << 20
 """Of one partition in one answer. A larger record still comes, alone (KIP-74)."""
-FETCH_WAIT_MS = 100
+FETCH_WAIT_MS = 500
 """Long poll. A seek waits for the poll under way, so this is also what a seek may cost."""
 FRAME_SLACK_BYTES = 1 << 20
 """Headers of a response around its record batches."""
