@@ -32,7 +32,8 @@ from connectors.records import Origin, Version
 MAX_BATCH = 100
 """Items one call emits: the worker must get back to its other operators."""
 IDLE_S: Final = (0.002, 0.025)
-"""Pause after an empty call, doubled up to the second: an idle granted partition costs 2-3% of a core."""
+"""Pause after an empty call, doubled up to the second: an idle granted partition costs 2-3% of a
+core."""
 
 StopFlag = threading.Event
 STOP: Final = StopFlag()
