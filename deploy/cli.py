@@ -9,6 +9,7 @@ function `execute(arguments) -> exit code`. Nothing heavy is imported before tha
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import tempfile
@@ -44,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; prints one line on stderr when it fails."""
     arguments = parser().parse_args(argv)
+    _set_up_logging(is_role=hasattr(arguments, "supervisor"))
     try:
         return int(arguments.execute(arguments))
     except KeyboardInterrupt:
@@ -54,6 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return errors.OK
     except Exception as error:  # the process's edge: the only broad except of the command
         return _report(error, arguments)
+
+
+def _set_up_logging(*, is_role: bool) -> None:
+    """A role logs to stderr, which is its log file under a supervisor; other commands say what went
+    wrong in one line of their own, so libraries' warnings stay out of it."""
+    logging.basicConfig(
+        level=logging.INFO if is_role else logging.ERROR,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    logging.getLogger("kafka").setLevel(logging.ERROR)  # an outage is ridden out, not worth a page
 
 
 def _report(error: Exception, arguments: argparse.Namespace) -> int:

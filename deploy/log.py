@@ -20,7 +20,7 @@ from deploy.errors import EnvironmentFailure
 from deploy.launcher import LocalLauncher, Member, Process
 from deploy.run_folder import last_line
 
-AWAY_S: Final = 20.0
+AWAY_S: Final = 8.0
 """How long a command waits for a broker that does not answer."""
 START_S: Final = 60.0
 """For a broker to open its log and listen; it reads what a crash left unfinished first."""

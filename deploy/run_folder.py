@@ -33,6 +33,7 @@ from connectors.config import Config, ConfigError, load, parse
 from connectors.run_dir import RunDir
 from deploy.errors import EnvironmentFailure, RunFailed
 from deploy.launcher import CHILD_ENVIRONMENT
+from trainer.feed import configured_policy
 
 _FIXED: Final = (
     "run.namespace",
@@ -97,8 +98,10 @@ def prepare(config: Config, run_dir: RunDir) -> Prepared:
     """Writes the files above, with the lock held. ConfigError when the log depends on a changed key or
     a file the configuration names is missing; EnvironmentFailure for a taken port or a missing model."""
     check_files(config)
+    configured_policy(config)
     resumed = run_dir.config_file.is_file()
-    source = Source(folder=config.base_dir, model=_builder(config))
+    run_dir.path.mkdir(parents=True, exist_ok=True)
+    source = _source(config, run_dir)
     table = _table(config, run_dir, load(run_dir.config_file) if resumed else None)
     changes: tuple[str, ...] = ()
     if resumed:
@@ -225,6 +228,15 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _source(config: Config, run_dir: RunDir) -> Source:
+    """Of this start. A run resumed from its own config.toml names the built folder; what built it is
+    then known from before."""
+    known = _read_source(run_dir)
+    if known is not None and config.model.path == str(run_dir.path / "model"):
+        return Source(folder=config.base_dir, model=known.model)
+    return Source(folder=config.base_dir, model=_builder(config))
 
 
 def _read_source(run_dir: RunDir) -> Source | None:

@@ -51,6 +51,8 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
 def plain_line(status: Mapping[str, Any]) -> str:
     """The run in one line, for logs and pipes."""
     restarts = sum(role["restarts"] for role in status["roles"])
+    if status["version"] is None:
+        return "starting: no policy version is published yet"
     return (
         f"step {status['step']} · reward {_number(status['reward']['last'])} · "
         f"eval {_number(status['eval']['last'])} · "

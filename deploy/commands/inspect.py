@@ -1,4 +1,6 @@
-"""The commands that read a run: status, audit, replay, trace."""
+"""The commands that read a run: status, audit, replay, trace.
+
+What a command needs is imported once RUN is known to be one: replay's libraries take seconds."""
 
 from __future__ import annotations
 
@@ -34,11 +36,11 @@ def add(commands: Commands) -> None:
 
 
 def status(arguments: argparse.Namespace) -> int:
+    config, run_dir = load_run(arguments)
     from deploy.log import opened
     from deploy.status import RunStatus
     from deploy.view import status_lines
 
-    config, run_dir = load_run(arguments)
     with stdout_for_answer(arguments.json), opened(config, run_dir) as cluster:
         found = RunStatus(config, run_dir, cluster).read()
     answer(arguments.json, found, status_lines(found))
@@ -46,10 +48,10 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def audit(arguments: argparse.Namespace) -> int:
+    config, run_dir = load_run(arguments)
     from deploy.audit import audit_lines, audit_run
     from deploy.log import opened
 
-    config, run_dir = load_run(arguments)
     with stdout_for_answer(arguments.json), opened(config, run_dir) as cluster:
         found = audit_run(config, cluster)
     answer(arguments.json, found, audit_lines(found))
@@ -58,13 +60,14 @@ def audit(arguments: argparse.Namespace) -> int:
 
 def replay(arguments: argparse.Namespace) -> int:
     from connectors.config import ConfigError
-    from deploy.log import opened
-    from trainer.replay import NothingToReplay
-    from trainer.replay import replay as execute_again
 
     config, run_dir = load_run(arguments)
     if arguments.last is not None and (arguments.first is not None or arguments.until is not None):
         raise ConfigError("replay: --last goes without --from and --to")
+    from deploy.log import opened
+    from trainer.replay import NothingToReplay
+    from trainer.replay import replay as execute_again
+
     with stdout_for_answer(arguments.json), opened(config, run_dir) as cluster:
         try:
             done = execute_again(
@@ -87,10 +90,10 @@ def replay(arguments: argparse.Namespace) -> int:
 
 
 def trace(arguments: argparse.Namespace) -> int:
+    config, run_dir = load_run(arguments)
     from deploy.log import opened
     from deploy.trace import trace_lines, trace_run
 
-    config, run_dir = load_run(arguments)
     with stdout_for_answer(arguments.json), opened(config, run_dir) as cluster:
         found = trace_run(config, run_dir, cluster, arguments.id)
     answer(arguments.json, found, trace_lines(found))
