@@ -48,6 +48,7 @@ from torch._C._distributed_c10d import HashStore
 
 from connectors import config as configuration
 from connectors import weights
+from connectors.weights.layout import Digester
 from trainer.advantages import homogeneous_share
 from trainer.batches import MicroBatch, Rows, check_assignment, collate
 from trainer.logprobs import PolicyModel
@@ -67,11 +68,13 @@ _TOKENIZER_FILES: Final = (
 class StepResult:
     """metrics  finite numbers by name (one that is not finite is left out)
     skipped  None, "nan_gradient" or "no_tokens": then weights and optimizer state are as before
-    seconds  "logprobs": forward passes, "update": backward passes and the optimizer"""
+    seconds  "logprobs": forward passes, "update": backward passes and the optimizer
+    master_changed  whether the optimizer's own float32 weights are others than before"""
 
     metrics: Mapping[str, float]
     skipped: str | None
     seconds: Mapping[str, float]
+    master_changed: bool
 
 
 class TrainingEngine:
@@ -138,6 +141,7 @@ class TrainingEngine:
             self._engine.backward(loss)
             tally.seconds["update"] += time.perf_counter() - started
         started = time.perf_counter()
+        before = self._master_digest()
         applied = self._apply(tally.loss)
         tally.seconds["update"] += time.perf_counter() - started
         if applied:
@@ -148,6 +152,7 @@ class TrainingEngine:
             metrics={k: v for k, v in metrics.items() if math.isfinite(v)},
             skipped=None if applied else "nan_gradient",
             seconds=tally.seconds,
+            master_changed=self._master_digest() != before,
         )
 
     def _forward(self, batch: MicroBatch, num_tokens: float, tally: _Tally) -> Tensor:
@@ -183,7 +188,10 @@ class TrainingEngine:
 
     def _skipped(self, rows: Rows, reason: str) -> StepResult:
         return StepResult(
-            metrics=_row_metrics(rows, 0), skipped=reason, seconds={"logprobs": 0.0, "update": 0.0}
+            metrics=_row_metrics(rows, 0),
+            skipped=reason,
+            seconds={"logprobs": 0.0, "update": 0.0},
+            master_changed=False,
         )
 
     # ----------------------------------------------------------------------------------- weights
@@ -203,6 +211,13 @@ class TrainingEngine:
     def digest(self) -> str:
         """16 hex digits of the weights as they are published."""
         return weights.digest(self.named_parameters(), self._plan)
+
+    def _master_digest(self) -> str:
+        """Of the weights the optimizer steps on, from which DeepSpeed copies the model's."""
+        fold = Digester(torch.float32, self._device)
+        for partition in self._engine.optimizer.single_partition_of_fp32_groups:
+            fold.update(partition)
+        return fold.hex()
 
     # -------------------------------------------------------------------------------- checkpoint
     def save(self, folder: Path) -> None:
@@ -249,7 +264,7 @@ class TrainingEngine:
             "ranks": str(dist.get_world_size()),
             "zero_stage": str(self._trainer.zero_stage),
             "dtype": str(self._dtype).removeprefix("torch."),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "deepspeed": deepspeed.__version__,
             "transformers": transformers.__version__,
         }
@@ -296,26 +311,26 @@ class _Tally:
         gaps = torch.cat(self._gaps).abs().numpy()
         return self.metrics | {
             "loss": self.loss,
-            "tokens_trained": num,
-            "clipped_share": self._sums["num_clipped"] / num,
-            "clamped_share": self._sums["num_clamped"] / num,
-            "capped_share": self._sums["num_capped"] / num,
-            "weight_mean": self._sums["sum_weight"] / num,
+            "tokens/trained": num,
+            "loss/clipped_share": self._sums["num_clipped"] / num,
+            "loss/clamped_share": self._sums["num_clamped"] / num,
+            "loss/capped_share": self._sums["num_capped"] / num,
+            "loss/weight_mean": self._sums["sum_weight"] / num,
             "entropy": self._entropy / num,
-            "gap_mean": float(gaps.mean()),
-            "gap_p99": float(np.quantile(gaps, 0.99)),
-            "gap_max": float(gaps.max()),
+            "gap/mean": float(gaps.mean()),
+            "gap/p99": float(np.quantile(gaps, 0.99)),
+            "gap/max": float(gaps.max()),
         }
 
 
 def _row_metrics(rows: Rows, num_micro_batches: int) -> dict[str, float]:
     return {
-        "reward_mean": float(rows.rewards.mean()) if len(rows) else 0.0,
-        "homogeneous_share": homogeneous_share(rows.rewards, rows.groups),
-        "rows": float(len(rows)),
-        "rows_untrained": float(len(rows.untrained)),
-        "tokens_total": float(rows.num_tokens),
-        "tokens_trained": float(rows.num_trained),
+        "reward/mean": float(rows.rewards.mean()) if len(rows) else 0.0,
+        "reward/homogeneous_share": homogeneous_share(rows.rewards, rows.groups),
+        "rows/all": float(len(rows)),
+        "rows/untrained": float(len(rows.untrained)),
+        "tokens/total": float(rows.num_tokens),
+        "tokens/trained": float(rows.num_trained),
         "micro_batches": float(num_micro_batches),
     }
 

@@ -25,11 +25,13 @@ class Execution:
     """micro_batches  as executed, for the manifest
     skipped        why the optimizer did not step, or None
     metrics        by name, seconds included as `seconds/NAME`
+    master_changed whether the optimizer's own weights changed
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
     skipped: str | None
     metrics: Mapping[str, float]
+    master_changed: bool
 
 
 def check(config: Config) -> None:
@@ -88,6 +90,7 @@ def execute(
         micro_batches=tuple(tuple(batch) for batch in micro_batches),
         skipped=result.skipped,
         metrics={**result.metrics, **seconds},
+        master_changed=result.master_changed,
     )
 
 

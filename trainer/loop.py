@@ -27,7 +27,7 @@ from connectors.records import Manifest, Version
 from connectors.run_dir import RunDir
 from trainer.checkpoint import CheckpointStore
 from trainer.engine import TrainingEngine
-from trainer.execute import Execution, check, execute, staleness, training_engine, untrainable
+from trainer.execute import Execution, check, execute, staleness, training_engine
 from trainer.feed import Feed, StepInput, configured_policy
 from trainer.publish import Publisher
 from trainer.recovery import CheckpointMeta, Recovered, recover
@@ -65,7 +65,6 @@ def train(config: Config, run_dir: RunDir, stop: threading.Event | None = None) 
             batch_size=config.trainer.groups_per_step,
             group_size=max(task.group_size for task in config.tasks.values()),
             manifests=recovered.manifests,
-            admit=lambda group: untrainable(group, config.trainer.advantage),
         )
         open_parts.callback(feed.close)
         publisher = Publisher(
@@ -137,7 +136,7 @@ class Loop:
             )
         seed = step_seed(config.run.seed, taken.step)
         done = execute(self._engine, taken.groups, config, seed)
-        snapshot = self._engine.snapshot()
+        snapshot = self._engine.snapshot(into=self._publisher.spare())
         version = Version(self._version.incarnation, taken.step)
         manifest = Manifest(
             step=taken.step,
@@ -157,9 +156,7 @@ class Loop:
         )
         self._steps.append(manifest)
         self._step, self._version, self._digest = taken.step, version, snapshot.digest
-        self._publisher.submit(
-            snapshot, version, master_changed=done.metrics.get("master_changed", 0) > 0
-        )
+        self._publisher.submit(snapshot, version, master_changed=done.master_changed)
         self._curves.write(manifest)
         self._unsaved = taken
         if taken.step % config.checkpoint.every_steps == 0:
@@ -171,6 +168,14 @@ class Loop:
             "seconds/wait": waited_s,
             "seconds/publish": self._publisher.last_seconds,
             "groups": float(len(taken.groups)),
+            "tokens/generated": float(
+                sum(
+                    s.end - s.start
+                    for g in taken.groups
+                    for t in g.trajectories
+                    for s in t.segments
+                )
+            ),
         }
 
     def _checkpoint(self, taken: StepInput) -> None:

@@ -192,7 +192,7 @@ def test_a_step_without_a_trained_token_is_skipped(engine: TrainingEngine) -> No
     digest = engine.digest()
     result = engine.step(rows, assign(rows, 100), advantages_of(rows), 0)
     assert result.skipped == "no_tokens"
-    assert result.metrics["rows_untrained"] == len(rows)
+    assert result.metrics["rows/untrained"] == len(rows)
     assert engine.digest() == digest
 
 
@@ -220,13 +220,13 @@ def test_the_gap_is_measured_on_the_tokens_that_were_sampled(model: Path) -> Non
     engine = open_engine(model)
     metrics = engine.step(exact, assign(exact, 120), advantages_of(exact), 0).metrics
     engine.close()
-    assert metrics["gap_max"] == pytest.approx(0.25, abs=1e-4)
-    assert metrics["gap_mean"] == pytest.approx(0.25 / exact.num_trained, abs=1e-5)
+    assert metrics["gap/max"] == pytest.approx(0.25, abs=1e-4)
+    assert metrics["gap/mean"] == pytest.approx(0.25 / exact.num_trained, abs=1e-5)
     assert metrics["gap_p99"] < 1e-4
-    assert metrics["capped_share"] == 0
-    assert metrics["clipped_share"] == 0
-    assert metrics["tokens_trained"] == exact.num_trained
-    assert metrics["reward_mean"] == pytest.approx(exact.rewards.mean())
+    assert metrics["loss/capped_share"] == 0
+    assert metrics["loss/clipped_share"] == 0
+    assert metrics["tokens/trained"] == exact.num_trained
+    assert metrics["reward/mean"] == pytest.approx(exact.rewards.mean())
 
 
 def test_a_snapshot_is_apart_from_the_weights_it_was_taken_of(engine: TrainingEngine) -> None:
