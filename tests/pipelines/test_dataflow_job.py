@@ -254,6 +254,7 @@ def test_unreadable_rollouts_are_dead_letters_and_second_terminals_are_ignored(
     ]:
         producer.send(topic, 0, value, key=key.encode(), headers=headers)
     producer.flush()
+    begin_anew(run)  # a folder without snapshots beside a filled topic would be an error
     job = DataflowProcess(run.path)
     try:
         wait_for(lambda: count(cluster) >= 4 and count(cluster, "dead-letters") >= 4, job)
@@ -268,6 +269,11 @@ def test_unreadable_rollouts_are_dead_letters_and_second_terminals_are_ignored(
 
 
 # ---------------------------------------------------------------------------------- recovery folder
+def begin_anew(run: RunDir) -> None:
+    run.recovery("dataflow").mkdir(parents=True, exist_ok=True)
+    (run.recovery("dataflow") / "restart").touch()
+
+
 def start(run: RunDir) -> None:
     """Starts in this process; for starts that fail."""
     from connectors.config import load
@@ -316,7 +322,7 @@ def test_a_lost_recovery_folder_is_said_and_can_be_done_without(
     (folder / "steps.json").unlink()
     with pytest.raises(RecoveryLost, match=r"is empty, but .*rollouts holds"):
         start(finished)
-    (folder / "restart").touch()
+    begin_anew(finished)
     produce(cluster, [asked(), asked()])
     grant(cluster, 2, 2)
     job = DataflowProcess(finished.path)

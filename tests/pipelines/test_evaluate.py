@@ -1,0 +1,147 @@
+"""Held-out prompts every few versions: greedy, the same each time, each version once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from connectors.config import Config, parse
+from connectors.engines.types import GenerateRequest
+from connectors.kafka.client import Cluster, Producer, ensure_topics, read_all
+from connectors.records import Announcement, Evaluation, Version, decode_as, encode
+from pipelines.evaluate import follow
+from tests.operators.engine_fake import END, FakeEngine, tokenizer
+
+NUM_PROMPTS = 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def config(tmp_path: Path, model: Path, cluster: Cluster) -> Config:
+    lines = [{"prompt": f"say {n}", "reward": str(n)} for n in range(NUM_PROMPTS - 1)]
+    text = "\n".join([*map(json.dumps, lines[:3]), "{no json", *map(json.dumps, lines[3:]), ""])
+    (tmp_path / "held_out.jsonl").write_text(text)
+    topics = dict.fromkeys(("evaluations", "policy"), 1)
+    ensure_topics(cluster, topics)
+    table = {
+        "run": {"namespace": cluster.namespace},
+        "model": {"path": str(model), "context_tokens": 100},
+        "tasks": {"t": {"reward": "exact_match", "eval_prompts": "held_out.jsonl"}},
+        "eval": {"every_versions": 2, "max_prompts": NUM_PROMPTS, "max_tokens": 5},
+    }
+    return parse(table, base_dir=str(tmp_path))
+
+
+def announce(cluster: Cluster, *numbers: int) -> None:
+    producer = Producer(cluster)
+    for number in numbers:
+        record = Announcement(epoch=0, version=Version(0, number), digest="0" * 16, limits=(0,))
+        producer.append(cluster.topic("policy"), 0, encode(record))
+    producer.close()
+
+
+def evaluations(cluster: Cluster) -> list[Evaluation]:
+    return [
+        decode_as(record.value, Evaluation)
+        for record in read_all(cluster, cluster.topic("evaluations"), [0])
+    ]
+
+
+class Evaluator:
+    """`follow` on a thread of its own, with an engine whose skill grows with its version."""
+
+    def __init__(self, config: Config, cluster: Cluster) -> None:
+        self.engine = FakeEngine(self._answer)
+        self.stop = threading.Event()
+        self.error: BaseException | None = None
+        self._follow = lambda: asyncio.run(follow(config, cluster, self.engine, self.stop))
+        self.thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Evaluator:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop.set()
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+        if self.error is not None:
+            raise self.error
+
+    def wait(self, cluster: Cluster, count: int) -> list[Evaluation]:
+        deadline = time.monotonic() + 60
+        while len(evaluations(cluster)) < count:
+            assert self.error is None, self.error
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return evaluations(cluster)
+
+    def _run(self) -> None:
+        try:
+            self._follow()
+        except BaseException as error:
+            self.error = error
+
+    def _answer(self, request: GenerateRequest) -> list[int]:
+        """The asked digit if it is below the version's number, else nothing."""
+        digit = request.token_ids[-1]
+        smallest = 4 + 15  # id of "0" among the sorted bytes, after the special tokens
+        return [digit, END] if digit - smallest < self.engine.version.number else [END]
+
+
+def test_due_versions_are_evaluated_once_greedily_on_the_same_prompts(
+    config: Config, cluster: Cluster
+) -> None:
+    with Evaluator(config, cluster) as evaluator:
+        announce(cluster, 0, 0)
+        (first,) = evaluator.wait(cluster, 1)
+        evaluator.engine.version = Version(0, 3)
+        announce(cluster, 0, 1, 2, 2)
+        _, second = evaluator.wait(cluster, 2)
+        evaluator.engine.version = Version(0, 8)
+        announce(cluster, 3, 5, 6, 7)
+        _, _, third = evaluator.wait(cluster, 3)
+    assert [e.version.number for e in (first, second, third)] == [0, 2, 6]
+    assert [e.reward for e in (first, second, third)] == [0.0, 0.6, 1.0]
+    assert {(e.num_prompts, e.num_failed) for e in (first, second, third)} == {(5, 1)}
+    assert second.versions == (Version(0, 3),)
+    assert [s.prompt for s in second.samples] == ["say 0", "say 1", "say 2"]
+    assert [s.completion for s in second.samples] == ["0", "1", "2"]
+    requests = evaluator.engine.requests
+    assert {r.sampling.temperature for r in requests} == {0.0}
+    assert {r.sampling.max_tokens for r in requests} == {5}
+    assert {r.min_version for r in requests if "0.2" in r.request_id} == {Version(0, 2)}
+
+
+def test_a_restarted_evaluation_repeats_nothing(config: Config, cluster: Cluster) -> None:
+    announce(cluster, 0)
+    with Evaluator(config, cluster) as evaluator:
+        evaluator.wait(cluster, 1)
+    with Evaluator(config, cluster) as evaluator:
+        announce(cluster, 2)
+        again = evaluator.wait(cluster, 2)
+    assert [e.version.number for e in again] == [0, 2]
+
+
+def test_a_stop_does_not_wait_for_an_engine_that_never_answers(
+    config: Config, cluster: Cluster
+) -> None:
+    announce(cluster, 0)
+    with Evaluator(config, cluster) as evaluator:
+        evaluator.engine._answer = lambda request: None
+        deadline = time.monotonic() + 60
+        while not evaluator.engine.requests:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert evaluations(cluster) == []
