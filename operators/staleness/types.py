@@ -1,5 +1,5 @@
-"""The staleness policy as a pure fold: no clocks, no I/O. The feed, the tests and the simulator run the
-same object; its state is in the checkpoint (so it must be JSON-encodable by msgspec)."""
+"""The staleness policy as a pure fold: no clocks, no I/O. The feed, the tests and the simulator run
+the same object; its state is in the checkpoint (so it must be JSON-encodable by msgspec)."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class OpenGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
-    """All the feed knows when it asks. `version` is the one the open step trains at; `num_unpublished`
-    counts groups trained (or committed to a closed step) whose weights are not announced yet."""
+    """All the feed knows when it asks. `version` is the one the open step trains at;
+    `num_unpublished` counts groups trained (or committed to a closed step) whose weights are not announced yet."""
 
     version: Version
     batch_size: int
@@ -53,7 +53,8 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Ids in the policy's unit. Nothing committed means wait. `mask_before`: token mask, None = none."""
+    """Ids in the policy's unit. Nothing committed means wait. `mask_before`: token mask, None =
+    none."""
 
     commit: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()

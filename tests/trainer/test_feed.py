@@ -135,6 +135,8 @@ class World:
         )
 
     def score(self, partition: int, offset: int, number: int = 0) -> None:
+        """Like the dataflow, only once the prompt is granted."""
+        eventually(lambda: self.limits()[partition] > offset)
         value = encode_group(self.group(partition, offset, number))
         self.write(partition, self.gid(partition, offset), value, "group")
 
