@@ -38,7 +38,8 @@ class OpenGroup:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
     """All the feed knows when it asks. `version` is the one the open step trains at;
-    `num_unpublished` counts groups trained (or committed to a closed step) whose weights are not announced yet."""
+    `num_unpublished` counts groups trained (or committed to a closed step) whose weights are not
+    announced yet."""
 
     version: Version
     batch_size: int
