@@ -137,7 +137,7 @@ class Digester:
     """Folds tensors, given in publish order, into one digest. Work is done on `device`, with
     temporaries of one block; nothing is read back before `hex`.
 
-    A block is `rows` shards: on CPU one, so that its products stay in the cache; on an accelerator
+    A block is `rows` shards: on CPU 4, so that its products stay in the cache; on an accelerator
     64, so that launches do not dominate. The digest does not depend on it.
     """
 
@@ -146,7 +146,7 @@ class Digester:
     ) -> None:
         self._dtype = dtype
         self._device = torch.device(device)
-        self._rows = rows or (1 if self._device.type == "cpu" else 64)
+        self._rows = rows or (4 if self._device.type == "cpu" else 64)
         self._columns = _columns(self._device)
         self._products = torch.empty((self._rows, SHARD), dtype=torch.int64, device=self._device)
         self._total = torch.zeros((), dtype=torch.int64, device=self._device)

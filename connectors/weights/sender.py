@@ -31,7 +31,7 @@ from connectors.weights.group import (
     serve_store,
     within,
 )
-from connectors.weights.layout import Snapshot
+from connectors.weights.layout import Plan, Snapshot
 from connectors.weights.wire import (
     Ack,
     FenceRequest,
@@ -65,8 +65,7 @@ class WeightsSender:
         self._store: TCPStore | None = None
         self._address = ""
         self._group: Group | None = None
-        self._members: tuple[str, ...] = ()
-        self._epoch = -1
+        self._formed_for: tuple[int, tuple[str, ...], Plan] | None = None
         self._serial = 0
         self._cancelled = threading.Event()
 
@@ -92,7 +91,7 @@ class WeightsSender:
     def _attempt(
         self, snapshot: Snapshot, version: Version, epoch: int, urls: tuple[str, ...]
     ) -> Answers:
-        if self._group is None or self._members != urls or self._epoch != epoch:
+        if self._group is None or self._formed_for != (epoch, urls, snapshot.plan):
             failures = self._form(snapshot, epoch, urls)
             if failures:
                 return failures
@@ -174,7 +173,7 @@ class WeightsSender:
                 url: _not_formed(url, call, here=call.answer is not None)
                 for url, call in zip(urls, calls, strict=True)
             }
-        self._group, self._members, self._epoch = group, urls, epoch
+        self._group, self._formed_for = group, (epoch, urls, snapshot.plan)
         return {}
 
     def _connect(self, asked: JoinRequest) -> Group:
