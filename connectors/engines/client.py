@@ -44,8 +44,9 @@ Completions = tuple[Completion, ...]
 class HttpEngine:
     """One engine, for the users of one asyncio loop."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, state_s: float = STATE_S) -> None:
         self.url = url.rstrip("/")
+        self._state_s = state_s
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(self, request: GenerateRequest) -> Completions:
@@ -63,7 +64,7 @@ class HttpEngine:
         return partials
 
     async def state(self) -> EngineState:
-        timeout = aiohttp.ClientTimeout(total=STATE_S)
+        timeout = aiohttp.ClientTimeout(total=self._state_s)
         state: EngineState = await self._call("GET", "/state", None, EngineState, timeout)
         return state
 
@@ -143,10 +144,12 @@ class EnginePool:
         discover: Callable[[], Sequence[str]],
         *,
         probe_s: float = PROBE_S,
+        state_s: float = STATE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._discover = discover
         self._probe_s = probe_s
+        self._state_s = state_s
         self._clock = clock
         self._members: dict[str, _Member] = {}
         self._sent_to: dict[str, str] = {}
@@ -240,7 +243,7 @@ class EnginePool:
     async def _reachable(self, max_age_s: float = STATE_AGE_S) -> list[_Member]:
         urls = list(dict.fromkeys(url.rstrip("/") for url in self._discover()))
         for url in urls:
-            self._members.setdefault(url, _Member(HttpEngine(url)))
+            self._members.setdefault(url, _Member(HttpEngine(url, state_s=self._state_s)))
         members = [self._members[url] for url in urls]
         now = self._clock()
         await asyncio.gather(*(self._look(m) for m in members if now - m.seen_at >= max_age_s))

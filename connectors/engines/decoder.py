@@ -186,11 +186,13 @@ class Decoder:
         sequence = self.sampler.sequences.get(output.request_id)
         if output.status == RequestStatus.FAILED:
             self._on_fatal(f"the decode thread failed: {output.error}")
+            return
         if sequence is None or sequence.closed:
             return
         self._forget(output.request_id)
         if output.generated_tokens != sequence.token_ids[-len(output.generated_tokens) :]:
             self._on_fatal("continuous batching returned other tokens than were drawn")
+            return
         self._on_finished(sequence)
 
     def _failed(self, sequence: Sequence) -> None:
