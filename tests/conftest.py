@@ -11,6 +11,7 @@ import pytest
 
 from connectors.kafka.client import Cluster
 from tests.broker_process import BrokerProcess
+from tests.models import tiny_model
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -41,3 +42,9 @@ def cluster(broker: BrokerProcess) -> Cluster:
 def own_cluster(own_broker: BrokerProcess) -> Cluster:
     """The test's own broker."""
     return Cluster(bootstrap_servers=own_broker.bootstrap)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny model and its tokenizer; read only."""
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
