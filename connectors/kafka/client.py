@@ -8,6 +8,7 @@ checkpoint. None of the classes is thread-safe; give each thread its own.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,10 @@ from kafka.admin import KafkaAdminClient
 from connectors.config import ConfigError
 
 T = TypeVar("T")
+
+# It logs every attempt to reach a broker that is away, tens of lines a second; what an outage means
+# is said once, by BrokerUnavailable.
+logging.getLogger("kafka").setLevel(logging.CRITICAL)
 
 FETCH_BYTES = 8 << 20
 """Of one partition in one answer. A larger record still comes, alone (KIP-74)."""
