@@ -4,8 +4,8 @@ Kafka.
     python -m connectors.broker --data-dir D
 
     server.py     the process: lock, port, connections; one request at a time a connection
-    protocol.py   frames, request headers, the table of APIs; record data leaves by sendfile
-    api/          one function an API, by area
+    protocol.py   frames, request headers, what an API is
+    api/          the table of APIs; one function each, by area
     topics.py     topics and their configuration, as folders
     partition.py  the asyncio side of a log: appends in turn, waking of long polls
     log.py        one partition: segments, start offset, trimming

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from connectors.broker.log import Log
+from connectors.broker.notices import notice
 
 INLINE_APPEND_BYTES = 256 << 10
 
@@ -17,17 +18,31 @@ class Partition:
     def __init__(self, log: Log) -> None:
         self.log = log
         self._writing = asyncio.Lock()
+        self._failing = False
         self._waiting: set[asyncio.Future[None]] = set()
 
     async def append(self, data: bytes) -> int:
         """`Log.append`, in turn."""
         async with self._writing:
-            if self.log.sync or len(data) > INLINE_APPEND_BYTES:
-                base_offset = await asyncio.to_thread(self.log.append, data)
-            else:
-                base_offset = self.log.append(data)
+            try:
+                if self.log.sync or len(data) > INLINE_APPEND_BYTES:
+                    base_offset = await asyncio.to_thread(self.log.append, data)
+                else:
+                    base_offset = self.log.append(data)
+            except OSError as error:
+                self._tell(error)
+                raise
+            self._tell(None)
         self.wake()
         return base_offset
+
+    def _tell(self, failure: OSError | None) -> None:
+        """Once when writing begins to fail, once when it is well again."""
+        if failure is not None and not self._failing:
+            notice(f"{self.log.folder}: cannot write: {failure.strerror}")
+        elif failure is None and self._failing:
+            notice(f"{self.log.folder}: writes again")
+        self._failing = failure is not None
 
     async def trim(self, offset: int) -> int:
         """`Log.trim`, in turn; -1 means the log's end."""

@@ -17,6 +17,7 @@ from connectors.broker.batch import SEQUENCE_MASK, BatchHeader
 from connectors.broker.errors import ErrorCode, Refused
 
 REMEMBERED_BATCHES = 5  # the most that an idempotent producer may have in flight
+REMEMBERED_PRODUCERS = 10_000  # beyond, those that were silent longest are forgotten
 
 
 class _Written(NamedTuple):
@@ -68,7 +69,10 @@ class ProducerTable:
         """The batch is stored at `base_offset`."""
         if header.producer_id < 0:
             return
-        producer = self._producers.get(header.producer_id)
+        producer = self._producers.pop(header.producer_id, None)
         if producer is None or producer.epoch != header.producer_epoch:
-            producer = self._producers[header.producer_id] = _Producer(header.producer_epoch)
+            producer = _Producer(header.producer_epoch)
+        self._producers[header.producer_id] = producer  # the dictionary's order is that of writing
+        if len(self._producers) > REMEMBERED_PRODUCERS:
+            del self._producers[next(iter(self._producers))]
         producer.recent.append(_Written(header.first_sequence, header.last_sequence, base_offset))

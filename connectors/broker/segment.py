@@ -42,7 +42,13 @@ class FileRange(NamedTuple):
     num_bytes: int
 
     def read(self) -> bytes:
-        return os.pread(self.file.fileno(), self.num_bytes, self.position)
+        return b"".join(self.chunks(self.num_bytes))
+
+    def chunks(self, chunk_bytes: int) -> Iterator[bytes]:
+        """The bytes in order; each chunk is read when it is asked for."""
+        end = self.position + self.num_bytes
+        for position in range(self.position, end, chunk_bytes):
+            yield os.pread(self.file.fileno(), min(chunk_bytes, end - position), position)
 
 
 class Segment:

@@ -1,10 +1,8 @@
-"""The broker's process: takes the directory's lock and the port, serves connections until told to
-stop.
+"""The broker's process: takes the directory's lock and the port, serves until told to stop.
 
 A connection is one task: read a request, answer it, read the next, so requests that a client has
-sent ahead wait in its socket, and a client that does not read its answers holds one of them at
-most. Record data goes from the page cache to the socket without passing through this process's
-memory.
+sent ahead wait in its socket. Record data is read as the client takes it, so one that does not read
+its answer costs a chunk of memory, however much it asked for.
 """
 
 from __future__ import annotations
@@ -14,27 +12,28 @@ import errno
 import signal
 import socket
 import struct
-import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from connectors.broker.api import API_VERSIONS_KEY, APIS, unsupported_api_versions
 from connectors.broker.broker import Broker, DirectoryLock
 from connectors.broker.errors import CannotListen, PortTaken
+from connectors.broker.notices import notice
 from connectors.broker.protocol import (
     MAX_REQUEST_BYTES,
     Call,
     MalformedRequest,
     Reply,
+    RequestHeader,
     parse_request_header,
 )
 from connectors.broker.segment import FileRange
 
 GRACE_S = 2.0  # for requests in progress when told to stop
 READ_AHEAD_BYTES = 1 << 20
-SENDFILE_BYTES = 128 << 10  # below, one read and one write are cheaper
+CHUNK_BYTES = 256 << 10  # of record data in memory for each client that is slow to read
 
 
 def serve(
@@ -53,10 +52,21 @@ def serve(
     lock = DirectoryLock(folder)
     try:
         with _bind(host, port) as listener:
-            broker = Broker(folder, sync=fsync == "always")
-            asyncio.run(_Server(broker, listener).run(on_listening))
+            asyncio.run(_run(folder, fsync == "always", listener, on_listening))
     finally:
         lock.release()
+
+
+async def _run(
+    data_dir: Path, sync: bool, listener: socket.socket, on_listening: Callable[[str, int], None]
+) -> None:
+    stop = asyncio.Event()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    broker = await asyncio.to_thread(Broker, data_dir, sync=sync)
+    if not stop.is_set():
+        await _Server(broker).run(listener, on_listening, stop)
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -82,21 +92,19 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 class _Server:
-    def __init__(self, broker: Broker, listener: socket.socket) -> None:
+    def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        self._listener = listener
         self._connections: set[asyncio.Task[None]] = set()
         self._idle: set[asyncio.StreamWriter] = set()
 
-    async def run(self, on_listening: Callable[[str, int], None]) -> None:
-        stop = asyncio.Event()
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        server = await asyncio.start_server(
-            self._connected, sock=self._listener, limit=READ_AHEAD_BYTES
-        )
-        host, port = self._listener.getsockname()[:2]
+    async def run(
+        self,
+        listener: socket.socket,
+        on_listening: Callable[[str, int], None],
+        stop: asyncio.Event,
+    ) -> None:
+        server = await asyncio.start_server(self._connected, sock=listener, limit=READ_AHEAD_BYTES)
+        host, port = listener.getsockname()[:2]
         on_listening(host, port)
         await stop.wait()
         server.close()
@@ -121,54 +129,54 @@ class _Server:
         except (ConnectionError, asyncio.IncompleteReadError, TimeoutError):
             pass  # the client went away
         except MalformedRequest as error:
-            peer = writer.get_extra_info("peername")
-            print(f"broker: {peer}: {error}", file=sys.stderr, flush=True)
+            notice(f"client {writer.get_extra_info('peername')}: {error}")
         except Exception:
             # One client's request must not take the log away from all others.
-            traceback.print_exc()
+            notice(traceback.format_exc())
         finally:
             writer.transport.abort() if task.cancelling() else writer.close()
             self._connections.discard(task)
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while not self._broker.stopping:
-            self._idle.add(writer)
-            try:
-                (num_bytes,) = struct.unpack(">i", await reader.readexactly(4))
-                if not 0 < num_bytes <= MAX_REQUEST_BYTES:
-                    raise MalformedRequest(f"a request of {num_bytes} bytes")
-                frame = await reader.readexactly(num_bytes)
-            finally:
-                self._idle.discard(writer)
-            await self._answer(frame, writer)
+            frame = await self._next_frame(reader, writer)
+            header = parse_request_header(frame)
+            version, answer = self._answer(frame, header, writer)
+            del frame  # it may be large, and the answer takes its time
+            reply = await answer
+            if reply is not None:
+                await _send(writer, reply.pieces(version, header.correlation_id))
 
-    async def _answer(self, frame: bytes, writer: asyncio.StreamWriter) -> None:
-        header = parse_request_header(frame)
-        version = header.version
+    async def _next_frame(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bytes:
+        self._idle.add(writer)
+        try:
+            (num_bytes,) = struct.unpack(">i", await reader.readexactly(4))
+            if not 0 < num_bytes <= MAX_REQUEST_BYTES:
+                raise MalformedRequest(f"a request of {num_bytes} bytes")
+            return await reader.readexactly(num_bytes)
+        finally:
+            self._idle.discard(writer)
+
+    def _answer(
+        self, frame: bytes, header: RequestHeader, writer: asyncio.StreamWriter
+    ) -> tuple[int, Awaitable[Reply | None]]:
+        """The answer to be awaited, and the version in which to encode it."""
         api = APIS.get(header.api_key)
-        if api is None or not api.min_version <= version <= api.max_version:
-            if header.api_key != API_VERSIONS_KEY:
-                raise MalformedRequest(f"API {header.api_key} version {version} is not supported")
-            reply: Reply | None = unsupported_api_versions()
-            version = 0
-        else:
+        if api is not None and api.min_version <= header.version <= api.max_version:
             request = api.decode(frame, header)
             host, port = writer.get_extra_info("sockname")[:2]
-            call = Call(broker=self._broker, version=version, host=host, port=port)
-            reply = await api.answer(call, request)
-        if reply is not None:
-            await _send(writer, reply.pieces(version, header.correlation_id))
+            call = Call(broker=self._broker, version=header.version, host=host, port=port)
+            return header.version, api.answer(call, request)
+        if header.api_key == API_VERSIONS_KEY:
+            return 0, unsupported_api_versions()
+        raise MalformedRequest(f"API {header.api_key} version {header.version} is not supported")
 
 
 async def _send(writer: asyncio.StreamWriter, pieces: list[bytes | FileRange]) -> None:
     """Returns when the socket has taken all but a little of it."""
-    loop = asyncio.get_running_loop()
     for piece in pieces:
-        if isinstance(piece, bytes):
-            writer.write(piece)
-        elif piece.num_bytes < SENDFILE_BYTES:
-            writer.write(piece.read())
+        for chunk in [piece] if isinstance(piece, bytes) else piece.chunks(CHUNK_BYTES):
+            writer.write(chunk)
             await writer.drain()
-        else:
-            await loop.sendfile(writer.transport, piece.file, piece.position, piece.num_bytes)
-    await writer.drain()

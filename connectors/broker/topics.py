@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 from connectors.broker.errors import CorruptLog, ErrorCode, Refused
 from connectors.broker.files import replace_file, sync_folder
 from connectors.broker.log import Log
+from connectors.broker.notices import notice
 from connectors.broker.partition import Partition
 
 DEFAULT_CONFIGS = {
@@ -145,11 +145,9 @@ class Topics:
             max_batch_bytes=int(values["max.message.bytes"]),
         )
         if log.repair is not None:
-            print(
-                f"broker: {log.repair.path}: cut off a write that was interrupted:"
-                f" {log.repair.num_bytes} bytes from byte {log.repair.position}",
-                file=sys.stderr,
-                flush=True,
+            notice(
+                f"{log.repair.path}: cut off a write that was interrupted:"
+                f" {log.repair.num_bytes} bytes from byte {log.repair.position}"
             )
         return log
 

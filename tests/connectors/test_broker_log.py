@@ -253,8 +253,8 @@ class TestIdempotentProducers:
 class TestAFullDisk:
     @pytest.fixture
     def full_disk(self):
-        """Files of this process may not grow beyond 4 KiB; beyond that, a write stores the part that
-        fits and then fails, as on a full disk."""
+        """Files of this process may not grow beyond 4 KiB; a write beyond that stores the part
+        that fits and then fails, as on a full disk."""
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
         def fill() -> None:

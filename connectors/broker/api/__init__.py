@@ -23,7 +23,7 @@ async def api_versions(call: Call, request: object) -> Reply:
     return Reply(_announcement(ErrorCode.NONE))
 
 
-def unsupported_api_versions() -> Reply:
+async def unsupported_api_versions() -> Reply:
     """The answer, in version 0, to an ApiVersions request of an unknown version."""
     return Reply(_announcement(ErrorCode.UNSUPPORTED_VERSION))
 

@@ -21,6 +21,7 @@ _Listed = _ListedTopic.ListOffsetsPartitionResponse
 
 LATEST, EARLIEST = -1, -2
 READ_COMMITTED = 1
+MAX_FETCH_BYTES = 1 << 30  # the frame's length is an int32
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ def _read(call: Call, gathered: _Gathering, request: Any, topic: str, wanted: An
     try:
         partition = call.broker.topics.partition(topic, wanted.partition)
         start_offset, end_offset = partition.log.start_offset, partition.log.end_offset
-        left_bytes = request.max_bytes - gathered.num_bytes
+        left_bytes = min(request.max_bytes, MAX_FETCH_BYTES) - gathered.num_bytes
         data = partition.log.read(
             wanted.fetch_offset, max(0, min(wanted.partition_max_bytes, left_bytes))
         )

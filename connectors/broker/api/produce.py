@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from kafka.protocol.producer import InitProducerIdResponse, ProduceResponse
@@ -51,7 +50,6 @@ async def _store(call: Call, acks: int, topic: str, data: Any) -> Any:
     except OSError as error:
         # Clients take this code for passing and send again, so a full disk loses nothing.
         code, message = ErrorCode.KAFKA_STORAGE_ERROR, error.strerror
-        print(f"broker: {topic}/{data.index}: cannot write: {message}", file=sys.stderr, flush=True)
     return _Partition(
         index=data.index,
         error_code=code,
