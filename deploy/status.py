@@ -205,11 +205,7 @@ class RunStatus:
             },
             "tokens_per_s": fold.tokens_per_s(),
             "publish_s": _mean(
-                [
-                    m.metrics["publish_s"]
-                    for m in manifests[-RECENT_STEPS:]
-                    if "publish_s" in m.metrics
-                ]
+                [s for m in manifests[-RECENT_STEPS:] if (s := m.metrics.get("seconds/publish"))]
             ),
             "wait_share": fold.wait_share(),
             "epoch": fold.chain.epoch,
