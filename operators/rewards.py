@@ -8,6 +8,7 @@ zero."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import math
 import re
@@ -88,12 +89,14 @@ def reasoning_gym() -> Scorer:
             "the reward reasoning-gym needs its package: pip install 'headwater[reasoning-gym]'"
         ) from error
 
+    scorer_of: Any = functools.cache(gym.get_score_answer_fn)  # it builds the data set each time
+
     def reasoning_gym_score(sample: Scored, prompt: Prompt) -> float:
         task = prompt.reward
         if not isinstance(task, Mapping) or not {"dataset", "entry"} <= set(task):
             raise ValueError("the prompt's reward is no {dataset, entry} of reasoning-gym")
         answer = extract(sample.text) or sample.text.strip()
-        return float(gym.get_score_answer_fn(task["dataset"])(answer, task["entry"]))
+        return float(scorer_of(task["dataset"])(answer, task["entry"]))
 
     return reasoning_gym_score
 

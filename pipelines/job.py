@@ -36,6 +36,8 @@ from connectors.kafka.locate import cluster as find_cluster
 from connectors.kafka.source import STOP, StopFlag
 from connectors.run_dir import RunDir
 from connectors.text import Text
+from operators.rewards import Rewards
+from operators.rollout import Rollout
 from pipelines.reward import DropBefore, reward_half, rewards_operator, score
 from pipelines.rollout import roll, rollout_half, rollout_operator
 
@@ -69,28 +71,31 @@ def run_dataflow(
     name = "dataflow" if len(stages) > 1 else next(iter(stages))
     folder = run_dir.recovery(name)
     _stop_on_signals(stop)
+    text = Text(config.resolve(config.model.path))
+    rollout = rewards = None
+    if "rollout" in stages:
+        rollout = rollout_operator(config, engine or _engines(config, run_dir), text)
+    if "reward" in stages:
+        rewards = rewards_operator(config, text)
     with _locked(folder):
         cluster = wait_for_log(config, run_dir, stop)
         if cluster is None:
             return
-        flow = build(config, cluster, engine or _engines(config, run_dir), stages, stop)
+        flow = build(cluster, rollout, rewards, stop)
         _prepare_recovery(folder, flow, cluster, stages)
         run_dir.register(name)
         _run(flow, RecoveryConfig(folder))
 
 
 def build(
-    config: Config, cluster: Cluster, engine: Engine, stages: set[str], stop: StopFlag = STOP
+    cluster: Cluster, rollout: Rollout | None, rewards: Rewards | None, stop: StopFlag = STOP
 ) -> Dataflow:
-    """The dataflow of the given stages. Its step names are in the snapshots: never rename one."""
-    text = Text(config.resolve(config.model.path))
+    """The dataflow of the halves given. Its step names are in the snapshots: never rename one."""
     flow = Dataflow("headwater")
-    if "rollout" in stages:
-        operator = rollout_operator(config, engine, text)
-        rollout_half(flow, cluster, roll(operator, cluster), stop)
-    if "reward" in stages:
-        scorers = rewards_operator(config, text)
-        reward_half(flow, cluster, score(scorers, DropBefore(cluster), cluster), stop)
+    if rollout is not None:
+        rollout_half(flow, cluster, roll(rollout, cluster), stop)
+    if rewards is not None:
+        reward_half(flow, cluster, score(rewards, DropBefore(cluster), cluster), stop)
     return flow
 
 

@@ -25,7 +25,7 @@ class SlowEngine(FakeEngine):
     """Takes a random while, so that groups end out of order and kills find some in flight."""
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
-        await asyncio.sleep(random.uniform(0.01, 0.3))
+        await asyncio.sleep(random.uniform(0.01, 1.5))
         return await super().generate(request)
 
 

@@ -173,17 +173,21 @@ def expected(prompts: list[tuple[bytes, str]]) -> dict[tuple[int, int], list[str
     return {(i % PARTITIONS, i // PARTITIONS): [end] for i, (_, end) in enumerate(prompts)}
 
 
-def test_every_granted_prompt_ends_once_though_the_job_is_killed(
+def test_every_granted_prompt_ends_once_though_the_job_is_killed_and_stopped(
     cluster: Cluster, run: RunDir
 ) -> None:
     prompts = kinds_of_prompts(40)
     produce(cluster, [value for value, _ in prompts])
-    grant(cluster, 8, 8)
+    grant(cluster, 7, 7)
     job = DataflowProcess(run.path)
     try:
-        for limit, seen in ((12, 3), (16, 12), (19, 20)):
-            wait_for(lambda seen=seen: count(cluster) >= seen, job)  # type: ignore[misc]
-            job.kill9()
+        for limit, killed in ((12, True), (17, False), (19, True)):
+            before = count(cluster)
+            wait_for(lambda before=before: count(cluster) >= before + 4, job)  # type: ignore[misc]
+            if killed:
+                job.kill9()
+            else:
+                assert job.stop() == 0, job.log()
             grant(cluster, limit, limit)
             job = DataflowProcess(run.path)
         wait_for(lambda: count(cluster) >= 38, job)
