@@ -11,9 +11,9 @@ import string
 import sys
 from pathlib import Path
 
-NUM_DIGITS = 6
+NUM_DIGITS = 5
 SHARE_RIGHT = 0.25  # of the demonstrations; the others copy the digits or swap two of them
-NUM_STEPS, BATCH_SIZE, LEARNING_RATE = 500, 64, 3e-3
+NUM_STEPS, BATCH_SIZE, LEARNING_RATE = 600, 48, 3e-3
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
