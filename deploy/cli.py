@@ -65,7 +65,6 @@ def _set_up_logging(*, is_role: bool) -> None:
         level=logging.INFO if is_role else logging.ERROR,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    logging.getLogger("kafka").setLevel(logging.ERROR)  # an outage is ridden out, not worth a page
 
 
 def _report(error: Exception, arguments: argparse.Namespace) -> int:

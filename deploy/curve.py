@@ -29,4 +29,4 @@ def draw(
     plotext.title(title)
     plotext.xlabel("step")
     plotext.ylabel("reward")
-    return str(plotext.build())
+    return str(plotext.uncolorize(plotext.build()))

@@ -36,6 +36,7 @@ TICK_S: Final = 0.1
 SHOW_S: Final = 0.5
 EVALUATION_S: Final = 60.0
 """How long the end of a run waits for the evaluation of its last version."""
+_STOP_ORDER: Final = (("trainer",), ("evaluate", "feeder", "dataflow"), ("engine",))
 TOPICS: Final = ("prompts", "rollouts", "trajectories", "dead-letters", "evaluations")
 
 
@@ -185,27 +186,29 @@ class Job:
     def _stop(self) -> dict[str, Any]:
         """Ends the roles in order, consumers before what they consume from; the status is read while
         the broker is the last one alive."""
-        order = sorted(self._names, key=_stop_rank)
-        for name in [n for n in order if n != "broker"]:
-            self._end(name)
-        self._note_roles()
+        for kinds in _STOP_ORDER:
+            self._end([name for name in self._names if name.startswith(kinds)])
         status = self.watch.last_reading() if self._interrupts < 2 else None
-        if "broker" in self._names:
-            self._end("broker")
+        self._end([name for name in self._names if name == "broker"])
         self._note_roles()
         if status is None:
             raise KeyboardInterrupt
         roles = [{**role, "state": "stopped", "pid": None} for role in status["roles"]]
         return {**status, "roles": roles}
 
-    def _end(self, name: str) -> None:
-        self._supervisor.ask_to_stop(name)
-        deadline = time.monotonic() + self._supervisor.stop_s(name)
-        while not self._supervisor.has_ended(name):
-            if time.monotonic() > deadline or self._interrupts > 1:
-                self._supervisor.kill(name)
-            self._show(time.monotonic())
+    def _end(self, names: Sequence[str]) -> None:
+        """Asks them to end, together, and kills those that take too long."""
+        asked_at = time.monotonic()
+        for name in names:
+            self._supervisor.ask_to_stop(name)
+        while late := [name for name in names if not self._supervisor.has_ended(name)]:
+            now = time.monotonic()
+            for name in late:
+                if now - asked_at > self._supervisor.stop_s(name) or self._interrupts > 1:
+                    self._supervisor.kill(name)
+            self._show(now)
             time.sleep(0.02)
+        self._note_roles()
 
     def _note_roles(self) -> None:
         roles = self._supervisor.roles()
@@ -221,11 +224,6 @@ class Job:
             roles = [msgspec.structs.asdict(role) for role in self._supervisor.roles()]
             self._view.show(self.watch.latest, roles, now)
             self._shown_at = now
-
-
-def _stop_rank(name: str) -> int:
-    order = ("trainer", "evaluate", "feeder", "dataflow", "engine", "broker")
-    return next(i for i, prefix in enumerate(order) if name.startswith(prefix))
 
 
 def _introduce(

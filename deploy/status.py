@@ -120,7 +120,9 @@ class Fold:
 
     def tokens_per_s(self) -> float | None:
         """Tokens trained a second of wall time, over the recent steps."""
-        recent = self.chain.manifests[-RECENT_STEPS - 1 :]
+        recent = [
+            m for m in self.chain.manifests[-RECENT_STEPS - 1 :] if m.epoch == self.chain.epoch
+        ]  # of one trainer: the time between two of them is not training
         if len(recent) < 2:
             return None
         elapsed_s = recent[-1].finished_at - recent[0].finished_at

@@ -27,6 +27,7 @@ class Watch:
         self._reading = threading.Lock()  # Kafka clients belong to one thread at a time
         self._status: RunStatus | None = None
         self._error: Exception | None = None
+        self._is_shut = False
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self.latest: dict[str, Any] | None = None
 
@@ -44,8 +45,11 @@ class Watch:
         return self._read() or self.latest or {"step": -1}
 
     def last_reading(self) -> dict[str, Any] | None:
-        """The final status; None if the log was never readable."""
-        return self._read() or self.latest
+        """The final status, None if the log was never readable. Ends the watch: its clients must not
+        look for a broker that is about to stop."""
+        status = self._read() or self.latest
+        self.close()
+        return status
 
     def evaluated_version(self) -> int:
         """The number of the newest evaluated version, -1 before the first."""
@@ -63,6 +67,10 @@ class Watch:
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join(2 * AWAY_S)
+        with self._reading:
+            if self._status is not None and not self._is_shut:
+                self._status.close()
+                self._is_shut = True
 
     def _run(self) -> None:
         try:
