@@ -47,25 +47,25 @@ def segment_attention(
         layer_idx=module.layer_idx,
         kwargs=kwargs,
     )
-    ends_q = kwargs["cu_seq_lens_q"].tolist()
-    ends_k = kwargs["cu_seq_lens_k"].tolist()
-    out = torch.empty_like(query)
+    lengths_q = kwargs["cu_seq_lens_q"].diff().tolist()
+    lengths_k = kwargs["cu_seq_lens_k"].diff().tolist()
+    segments = zip(
+        query.split_with_sizes(lengths_q, 2),
+        key.split_with_sizes(lengths_k, 2),
+        value.split_with_sizes(lengths_k, 2),
+        strict=True,
+    )
     grouped = query.shape[1] != key.shape[1]
-    for i in range(len(ends_q) - 1):
-        q, k = slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
-        num_q, num_k = q.stop - q.start, k.stop - k.start
+    outs = []
+    for q, k, v in segments:
+        num_q, num_k = q.shape[2], k.shape[2]
         mask = None
         if 1 < num_q < num_k:  # the rest of a prompt whose first part is in the cache
-            mask = torch.ones(num_q, num_k, dtype=torch.bool, device=query.device).tril(
-                num_k - num_q
+            mask = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device).tril(num_k - num_q)
+        causal = num_q > 1 and num_q == num_k
+        outs.append(
+            scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=scaling, is_causal=causal, enable_gqa=grouped
             )
-        out[:, :, q] = scaled_dot_product_attention(
-            query[:, :, q],
-            key[:, :, k],
-            value[:, :, k],
-            attn_mask=mask,
-            scale=scaling,
-            is_causal=num_q > 1 and num_q == num_k,
-            enable_gqa=grouped,
         )
-    return out.transpose(1, 2).contiguous(), None
+    return torch.cat(outs, dim=2).transpose(1, 2).contiguous(), None

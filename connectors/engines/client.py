@@ -164,7 +164,7 @@ class EnginePool:
             except RequestRefused:
                 raise
             except EngineUnavailable:
-                member.state = None
+                member.state, member.seen_at = None, float("-inf")  # look again before the next
                 done = await self._after_loss(member, request)
                 if done is not None:
                     return done

@@ -24,6 +24,7 @@ from pydantic import Field
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
+from transformers.utils.logging import disable_progress_bar
 
 from connectors.config import Section
 from connectors.engines import attention
@@ -48,6 +49,7 @@ def load_model(folder: Path, dtype: str, device: str) -> Any:
     """The causal language model in `folder`, in eval mode; EngineStartError when there is none."""
     if not (folder / "config.json").is_file():
         raise EngineStartError(f"model folder {folder}: has no config.json")
+    disable_progress_bar()  # it would fill the role's log
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
