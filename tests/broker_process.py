@@ -66,6 +66,11 @@ class BrokerProcess:
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
+    def wait(self) -> int:
+        """Its exit status, once it has ended."""
+        assert self._process is not None
+        return self._process.wait(STOP_S)
+
     def stop(self) -> int:
         """Ends it with SIGTERM; its exit status. Does nothing to one that has ended."""
         assert self._process is not None

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from connectors.broker.errors import DirectoryLocked, DirectoryUnusable
+from connectors.broker.files import sync_folder
 from connectors.broker.producer_ids import ProducerIds
 from connectors.broker.topics import Topics
 
@@ -44,6 +45,9 @@ class Broker:
         try:
             self.producer_ids = ProducerIds(data_dir)
             self.topics = Topics(data_dir, sync=sync)
+            if sync:
+                sync_folder(data_dir)
+                sync_folder(data_dir.parent)
         except OSError as error:
             raise DirectoryUnusable(f"{error.filename or data_dir}: {error.strerror}") from error
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -312,3 +314,10 @@ def test_sigterm_ends_waiting_fetches_and_the_process(own_broker):
         assert own_broker.stop() == 0
         thread.join(30)
         assert ended.is_set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_in_good_order(own_broker, number):
+    os.kill(own_broker.pid, number)
+    assert own_broker.wait() == 0
+    assert own_broker.log_file.read_text() == ""

@@ -171,15 +171,16 @@ def test_a_range_being_sent_outlives_the_removal_of_its_segment(tmp_path):
 @pytest.mark.parametrize(
     ("data", "code"),
     [
-        (b"", ErrorCode.CORRUPT_MESSAGE),
-        (batch([b"x"])[:-1], ErrorCode.INVALID_RECORD),
-        (batch([b"x"]) + batch([b"y"]), ErrorCode.INVALID_RECORD),
-        (batch([b"x"])[:-2] + b"??", ErrorCode.CORRUPT_MESSAGE),
-        (bytes(61), ErrorCode.UNSUPPORTED_FOR_MESSAGE_FORMAT),
-        (batch([b"x" * 1000]), ErrorCode.MESSAGE_TOO_LARGE),
-        (
+        pytest.param(b"", ErrorCode.CORRUPT_MESSAGE, id="nothing"),
+        pytest.param(batch([b"x"])[:-1], ErrorCode.INVALID_RECORD, id="cut short"),
+        pytest.param(batch([b"x"]) + batch([b"y"]), ErrorCode.INVALID_RECORD, id="two batches"),
+        pytest.param(batch([b"x"])[:-2] + b"??", ErrorCode.CORRUPT_MESSAGE, id="changed"),
+        pytest.param(bytes(61), ErrorCode.UNSUPPORTED_FOR_MESSAGE_FORMAT, id="old format"),
+        pytest.param(batch([b"x" * 1000]), ErrorCode.MESSAGE_TOO_LARGE, id="too large"),
+        pytest.param(
             batch([b"x"], producer_id=1, epoch=0, sequence=0, transactional=True),
             ErrorCode.INVALID_TXN_STATE,
+            id="transactional",
         ),
     ],
 )

@@ -143,9 +143,9 @@ class TestProduce:
     @pytest.mark.parametrize(
         ("data", "code"),
         [
-            (batch([b"x"])[:-1] + b"?", ErrorCode.CORRUPT_MESSAGE),
-            (b"", ErrorCode.CORRUPT_MESSAGE),
-            (batch([b"x"]) * 2, ErrorCode.INVALID_RECORD),
+            pytest.param(batch([b"x"])[:-1] + b"?", ErrorCode.CORRUPT_MESSAGE, id="changed"),
+            pytest.param(b"", ErrorCode.CORRUPT_MESSAGE, id="nothing"),
+            pytest.param(batch([b"x"]) * 2, ErrorCode.INVALID_RECORD, id="two batches"),
         ],
     )
     def test_a_damaged_batch_is_refused_and_not_stored(self, connection, topic, data, code):
@@ -219,19 +219,23 @@ def test_an_unknown_version_of_api_versions_is_answered_with_the_known_ones(conn
     assert answer.api_keys
 
 
+def framed(num_bytes: int, api_key: int, version: int, body: bytes = b"") -> bytes:
+    return struct.pack(">ihhih", num_bytes, api_key, version, 1, -1) + body
+
+
 @pytest.mark.parametrize(
     "sent",
     [
-        struct.pack(">i", -5),
-        struct.pack(">i", 0),
-        struct.pack(">i", (1 << 31) - 1),
-        struct.pack(">i", 3) + b"abc",
-        struct.pack(">ihhih", 10, 3, 99, 1, -1),  # a version that is not supported
-        struct.pack(">ihhih", 10, 777, 0, 1, -1),  # an API that is not known
-        struct.pack(">ihhih", 20, 1, 11, 1, -1) + b"\x00" * 10,  # a Fetch that ends early
-        struct.pack(">ihhih", 60, 0, 8, 1, -1) + b"\xff" * 50,  # a Produce of noise
-        struct.pack(">ihhih", 60, 18, 3, 1, -1) + b"\xff" * 50,  # endless tagged fields
-        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        pytest.param(struct.pack(">i", -5), id="a negative length"),
+        pytest.param(struct.pack(">i", 0), id="no length"),
+        pytest.param(struct.pack(">i", (1 << 31) - 1), id="a length beyond the limit"),
+        pytest.param(struct.pack(">i", 3) + b"abc", id="shorter than a header"),
+        pytest.param(framed(10, 3, 99), id="an unknown version"),
+        pytest.param(framed(10, 777, 0), id="an unknown API"),
+        pytest.param(framed(20, 1, 11, bytes(10)), id="a Fetch that ends early"),
+        pytest.param(framed(60, 0, 8, b"\xff" * 50), id="a Produce of noise"),
+        pytest.param(framed(60, 18, 3, b"\xff" * 50), id="endless tagged fields"),
+        pytest.param(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", id="HTTP"),
     ],
 )
 def test_what_is_no_request_ends_its_connection_and_no_other(broker, connection, sent):
