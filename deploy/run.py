@@ -25,6 +25,7 @@ from connectors.kafka.locate import cluster
 from connectors.run_dir import RunDir
 from deploy import curve, errors, health, run_folder
 from deploy.errors import EnvironmentFailure
+from deploy.health import roles_of
 from deploy.launcher import Member, launcher
 from deploy.log import START_S, running_broker
 from deploy.output import answer, stdout_for_answer
@@ -193,8 +194,7 @@ class Job:
         self._note_roles()
         if status is None:
             raise KeyboardInterrupt
-        roles = [{**role, "state": "stopped", "pid": None} for role in status["roles"]]
-        return {**status, "roles": roles}
+        return {**status, "roles": roles_of(self._config, self._run_dir)}
 
     def _end(self, names: Sequence[str]) -> None:
         """Asks them to end, together, and kills those that take too long."""
