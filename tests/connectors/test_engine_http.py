@@ -20,6 +20,7 @@ from connectors.engines.server import serve_engine
 from connectors.engines.types import (
     Completion,
     EngineStartError,
+    EngineUnavailable,
     GenerateRequest,
     RequestRefused,
     Sampling,
@@ -183,6 +184,32 @@ def test_generations_in_flight_across_publishes_carry_all_versions_each_part_its
     with_client(engine.url, scenario)
 
 
+def test_bytes_that_are_not_those_announced_leave_no_version_until_the_next_publish(
+    engine: EngineProcess, models: list[Any], trainer: Trainer
+) -> None:
+    async def scenario(client: HttpEngine) -> None:
+        before, (ack,) = await asyncio.to_thread(trainer.publish, models[0], engine.url)
+        assert isinstance(ack, Ack), ack
+        running = asyncio.create_task(client.generate(request("held", max_tokens=800, seed=1)))
+        await running_tokens(client, 20)
+        good = trainer.snapshot(models[1])
+        torn = Snapshot(good.plan, good.buckets, "0" * 16)
+        trainer.number += 1
+        answers = await asyncio.to_thread(
+            trainer.sender.publish, torn, Version(0, trainer.number), trainer.epoch, [engine.url]
+        )
+        assert isinstance(answers[engine.url], WeightsError)
+        state = await client.state()
+        assert (state.version, state.num_running) == (None, 1)
+        after, (ack,) = await asyncio.to_thread(trainer.publish, models[1], engine.url)
+        assert isinstance(ack, Ack), ack
+        (done,) = await running
+        assert [s.version for s in done.segments] == [before, after]
+        assert len(done.token_ids) == 800
+
+    with_client(engine.url, scenario)
+
+
 def test_a_fenced_trainer_is_refused_and_wrong_bytes_are_no_relabel(
     engine: EngineProcess, models: list[Any], trainer: Trainer
 ) -> None:
@@ -271,26 +298,6 @@ def test_cancel_over_http_returns_the_partials(engine: EngineProcess) -> None:
 
 
 # ------------------------------------------------------------------------------- start, end, death
-def test_sigterm_in_mid_request_is_a_clean_exit(tmp_path: Path, folders: list[Path]) -> None:
-    process = EngineProcess(tmp_path, folders[0])
-    try:
-
-        async def scenario(client: HttpEngine) -> None:
-            waiting = asyncio.create_task(client.generate(request("w")))
-            deadline = time.monotonic() + 20
-            while (await client.state()).num_queued == 0:
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.01)
-            process.signal(signal.SIGTERM)
-            with pytest.raises(Exception, match="engine is stopping"):
-                await waiting
-
-        with_client(process.url, scenario)
-    finally:
-        assert process.stop() == 0
-    assert "Traceback" not in process.log.read_text()
-
-
 def test_a_decoder_that_dies_takes_the_process_with_it(
     tmp_path: Path, folders: list[Path], models: list[Any]
 ) -> None:
@@ -300,7 +307,7 @@ def test_a_decoder_that_dies_takes_the_process_with_it(
     trainer.sender.relabel(Version(0, 0), digest, trainer.epoch, [process.url])
 
     async def scenario(client: HttpEngine) -> None:
-        with pytest.raises(Exception, match=process.url):
+        with pytest.raises(EngineUnavailable):
             await client.generate(request("w", max_tokens=100))
 
     with_client(process.url, scenario)
@@ -333,7 +340,7 @@ def test_unknown_engine_options_are_a_configuration_error(tmp_path: Path) -> Non
         serve_engine(config, RunDir(tmp_path), "engine-9")
 
 
-def test_a_killed_engines_request_completes_on_the_one_started_after_it(
+def test_a_killed_engines_request_completes_on_the_one_started_after_it_and_sigterm_ends_that(
     tmp_path: Path, folders: list[Path], models: list[Any]
 ) -> None:
     trainer = Trainer()
@@ -354,8 +361,21 @@ def test_a_killed_engines_request_completes_on_the_one_started_after_it(
         assert {s.version for s in done.segments} == {version}
         await pool.close()
 
+    async def ended_in_mid_request(client: HttpEngine) -> None:
+        waiting = asyncio.create_task(client.generate(request("w", min_version=Version(9, 0))))
+        deadline = time.monotonic() + 20
+        while (await client.state()).num_queued == 0:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        started[-1].signal(signal.SIGTERM)
+        with pytest.raises(EngineUnavailable, match="engine is stopping"):
+            await waiting
+
     try:
         asyncio.run(scenario())
+        with_client(started[-1].url, ended_in_mid_request)
+        assert started[-1].stop() == 0
+        assert "Traceback" not in started[-1].log.read_text()
     finally:
         for process in started:
             process.stop() if process.process.poll() is None else None
