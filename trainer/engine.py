@@ -200,6 +200,11 @@ class TrainingEngine:
         return list(self._engine.module.model.named_parameters())
 
     @property
+    def vocabulary_size(self) -> int:
+        """Token ids are below it."""
+        return int(self._engine.module.model.get_input_embeddings().num_embeddings)
+
+    @property
     def plan(self) -> weights.Plan:
         """How the weights are cut into buckets for publishing and digests."""
         return self._plan

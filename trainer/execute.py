@@ -94,15 +94,17 @@ def execute(
     )
 
 
-def untrainable(group: Group, advantage_name: str) -> str | None:
+def untrainable(group: Group, advantage_name: str, vocabulary_size: int) -> str | None:
     """Why `group` cannot be trained, or None: what the feed asks of each group before it may enter
     a step, so that a bad record closes its group instead of stopping the trainer."""
     try:
         batches.flatten([group])
     except batches.BadTrajectory as error:
         return str(error)
-    if any(len(t.tokens) == 0 for t in group.trajectories):
-        return "a trajectory without tokens"
+    for trajectory in group.trajectories:
+        tokens = trajectory.tokens
+        if len(tokens) == 0 or tokens.min() < 0 or tokens.max() >= vocabulary_size:
+            return f"{trajectory.trajectory_id}: no tokens, or ids outside [0, {vocabulary_size})"
     samples: dict[int, float] = {}
     for trajectory in group.trajectories:
         if samples.setdefault(_sample(trajectory), trajectory.reward) != trajectory.reward:

@@ -17,6 +17,7 @@ anything. When the loop dies, its exception surfaces in `take` and `published`.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -52,6 +53,8 @@ from operators.staleness.types import StalenessPolicy
 from trainer.feed_state import FeedState
 from trainer.ledger import FeedCore, LedgerBroken, recover
 from trainer.step_log import Fenced
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.02
 """Longest wait for terminals, which end it: what a request of another thread may have to wait."""
@@ -98,7 +101,9 @@ def configured_policy(config: Config) -> StalenessPolicy[Any]:
 class Feed:
     """Starts its thread at once. `state`: the checkpoint's snapshot, or `fresh(...)`; `manifests`:
     the chain after it, which the trainer re-executes itself; `epoch`: of this trainer, whose
-    `Begin` is in `policy`. The first step taken is the one after the last manifest."""
+    `Begin` is in `policy`. The first step taken is the one after the last manifest.
+    `untrainable`: why a group that arrived whole can enter no step, or None; such a group is
+    dropped and its record goes to `dead-letters`, so that it stops nobody."""
 
     def __init__(
         self,
@@ -110,9 +115,11 @@ class Feed:
         batch_size: int,
         group_size: int = 1,
         manifests: Sequence[Manifest] = (),
+        untrainable: Callable[[Group], str | None] = lambda group: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.epoch = epoch
+        self._untrainable = untrainable
         self._cluster = cluster
         self._clock = clock
         self._manifests = manifests
@@ -293,13 +300,21 @@ class Feed:
                     raise CorruptRecord(f"holds {group.group_id}, its key says {group_id}")
                 coordinate = Coordinate(record.partition, record.offset, crc, group_id)
                 if core.arrived(coordinate, group.oldest, group.newest, len(group.trajectories)):
-                    self._groups[group_id] = group
+                    self._take_in(record, group)
             else:
                 raise CorruptRecord(f"a record of kind {kind!r}")
         except (CorruptRecord, msgspec.DecodeError) as error:
             first = core.closed(group_id, "malformed", at=at)
             if first or not core.granted(group_id):
                 self._dead_letter(record, str(error))
+
+    def _take_in(self, record: Record, group: Group) -> None:
+        if (why := self._untrainable(group)) is None:
+            self._groups[group.group_id] = group
+            return
+        log.warning("%s cannot be trained: %s", group.group_id, why)
+        self._core.drop(group.group_id, "malformed")
+        self._dead_letter(record, why)
 
     def _dead_letter(self, record: Record, message: str) -> None:
         known = record.headers.get(HEADER_KIND) in ("closed", "group")

@@ -27,7 +27,7 @@ from connectors.records import Manifest, Version
 from connectors.run_dir import RunDir
 from trainer.checkpoint import CheckpointStore
 from trainer.engine import TrainingEngine
-from trainer.execute import Execution, check, execute, staleness, training_engine
+from trainer.execute import Execution, check, execute, staleness, training_engine, untrainable
 from trainer.feed import Feed, StepInput, configured_policy
 from trainer.publish import Publisher
 from trainer.recovery import CheckpointMeta, Recovered, recover
@@ -65,6 +65,9 @@ def train(config: Config, run_dir: RunDir, stop: threading.Event | None = None) 
             batch_size=config.trainer.groups_per_step,
             group_size=max(task.group_size for task in config.tasks.values()),
             manifests=recovered.manifests,
+            untrainable=lambda group: untrainable(
+                group, config.trainer.advantage, engine.vocabulary_size
+            ),
         )
         open_parts.callback(feed.close)
         publisher = Publisher(

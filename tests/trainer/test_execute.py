@@ -1,0 +1,88 @@
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from connectors.config import Config, ConfigError, parse
+from connectors.records import Group, Origin, Prompt, Segment, Trajectory, Version
+from trainer.execute import check, staleness, untrainable
+
+
+def row(k: int | str, reward: float = 1.0, segments: tuple[Segment, ...] = ()) -> Trajectory:
+    return Trajectory(
+        trajectory_id=f"p/0/3/{k}",
+        group_id="p/0/3",
+        task="a",
+        tokens=np.array([1, 2, 3, 4], np.int32),
+        loss_mask=np.array([0, 0, 1, 1], np.int8),
+        logprobs=np.array([np.nan, np.nan, -1, -1], np.float32),
+        segments=segments,
+        origin=Origin("p", 0, 3),
+        reward=reward,
+    )
+
+
+def group(*rows: Trajectory) -> Group:
+    return Group(group_id="p/0/3", prompt=Prompt(task="a", prompt="x"), trajectories=rows)
+
+
+def test_a_whole_group_is_trainable() -> None:
+    assert untrainable(group(row(0), row(1, 0.0)), "grpo", 5) is None
+    assert untrainable(group(row(0), row("0/1"), row(1, 0.0)), "grpo", 5) is None
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (group(row(0)), "at least two"),
+        (group(row(0), row("0/1")), "at least two"),
+        (group(row(0), row(1, math.nan)), "p/0/3/1: its reward is nan"),
+        (group(row(0), row(1, math.inf)), "p/0/3/1: its reward is inf"),
+        (group(row(0), row("0/1", 0.5), row(1)), "differ in reward"),
+        (group(row(0), replace(row(1), tokens=np.array([1, 2, 3, 5], np.int32))), "p/0/3/1: no"),
+        (group(row(0), replace(row(1), tokens=np.array([1, 2, -3, 4], np.int32))), "p/0/3/1: no"),
+        (group(row(0), replace(row(1), logprobs=np.full(4, np.nan, np.float32))), "token 2"),
+    ],
+)
+def test_a_group_that_would_stop_the_trainer_is_named_before_it_enters_a_step(
+    bad: Group, why: str
+) -> None:
+    reason = untrainable(bad, "grpo", 5)
+    assert reason is not None
+    assert why in reason
+
+
+def test_staleness_is_counted_over_trained_tokens() -> None:
+    # By hand: at version 7, token 2 is of version 4 (age 3) and token 3 of version 6 (age 1);
+    # the segment over token 1 carries no loss.
+    segments = (Segment(1, 2, 0, 0), Segment(2, 3, 0, 4), Segment(3, 4, 0, 6))
+    found = staleness([group(row(0, segments=segments))], Version(0, 7))
+    assert found == {"mean": 2.0, "p99": 3.0, "max": 3.0}
+    assert staleness([group(row(0))], Version(0, 7)) == {}
+
+
+def config(**trainer: object) -> Config:
+    table = {
+        "model": {"path": "m"},
+        "tasks": {"a": {"reward": "exact_match", "group_size": trainer.pop("group_size", 8)}},
+        "trainer": trainer,
+    }
+    return parse(table, base_dir="")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"advantage": "grpoo"}, "trainer.advantage: 'grpoo' is unknown"),
+        ({"loss": "pop"}, "trainer.loss: 'pop' is unknown"),
+        ({"correction": "tiss"}, "trainer.correction: 'tiss' is unknown"),
+        ({"group_size": 1}, "tasks.a.group_size: grpo .* needs at least 2, got 1"),
+    ],
+)
+def test_names_and_combinations_the_trainer_lacks_are_refused_at_start(
+    settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(config(**settings))
+    check(config())
