@@ -1,6 +1,6 @@
-"""The `headwater` command. Puts Headwater's own folder first on the module path before anything else is
-imported, so that a user's `trainer/` or `operators/` folder, in the working directory or on PYTHONPATH,
-never shadows ours."""
+"""The `headwater` command. Puts Headwater's own folder first on the module path before anything
+else is imported, so that a user's `trainer/` or `operators/` folder, in the working directory or
+on PYTHONPATH, never shadows ours."""
 
 import sys
 from pathlib import Path

@@ -1,1 +1,2 @@
-"""The `headwater` command: starts, watches and examines runs. Sits on top of every other package."""
+"""The `headwater` command: starts, watches and examines runs. Sits on top of every other
+package."""

@@ -1,8 +1,8 @@
 """`headwater audit`: proves from the log alone that nothing was lost, doubled or trained too late.
 
-`audit(History)` is pure. Every granted prompt offset must be exactly one of: trained by one step of the
-chain, closed, dropped by a step, or still open; each is counted from its own topic, so a leak anywhere
-shows as a balance that is not zero.
+`audit(History)` is pure. Every granted prompt offset must be exactly one of: trained by one step
+of the chain, closed, dropped by a step, or still open; each is counted from its own topic, so a
+leak anywhere shows as a balance that is not zero.
 """
 
 from __future__ import annotations
@@ -10,26 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Literal
 
-from connectors.arrow import CorruptRecord, checksum, decode_group
-from connectors.config import Config
-from connectors.kafka.client import Cluster, Record
-from connectors.kafka.tail import PolicyTail
 from connectors.records import (
-    HEADER_KIND,
     Announcement,
-    Group,
     StepRecord,
     Version,
-    decode_as,
     parse_group_id,
 )
-from deploy.history import Chain, Follower, Grants, origin_of
-from trainer.feed import configured_policy
-
-MAX_LISTED: Final = 100
-"""Ids listed a violation; the counts are whole."""
+from deploy.history import Chain, Grants, origin_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +36,8 @@ class Terminal:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
     """What the log holds. `announcements` without fenced ones; `steps` as (offset, record), all of
-    them; `trajectory_starts`: where retention left each partition's start; `bound` None: not strict."""
+    them; `trajectory_starts`: where retention left each partition's start; `bound` None: not
+    strict."""
 
     prompts_topic: str
     announcements: Sequence[Announcement]
@@ -108,7 +98,8 @@ def audit(history: History) -> Audit:
 
     trained = Counter(r.group_id for m in chain.manifests for r in m.records)
     closed = {group_id for group_id, t in first.items() if t.kind == "closed"}
-    # A drop is in the next manifest; until that is written, the announcement that counts it says so.
+    # A drop is in the next manifest; until that is written, the announcement that counts it says
+    # so.
     dropped = {g for m in chain.manifests for g in m.dropped}
     dropped = dropped.union(*(a.closed for a in history.announcements)) - closed
     still_open = [
@@ -159,7 +150,8 @@ def _is_granted(group_id: str, prompts_topic: str, grants: Grants) -> bool:
 def _overdue(
     still_open: Sequence[tuple[str, Version]], chain: Chain, bound: int | None
 ) -> list[str]:
-    """Open groups that the open step can no longer train within the bound: a reservation was lost."""
+    """Open groups that the open step can no longer train within the bound: a reservation was
+    lost."""
     if bound is None:
         return []
     return [
@@ -211,120 +203,8 @@ def _wrong_digests(chain: Chain, announcements: Sequence[Announcement]) -> list[
     if chain.manifests and chain.manifests[0].step == 1:
         made[Version(0, 0)] = chain.manifests[0].digest_before
     wrong = {
-        f"version {a.version} was announced with {a.digest}, step {a.version.number} made {made[a.version]}"
+        f"version {a.version} was announced with {a.digest}, its step made {made[a.version]}"
         for a in announcements
         if a.version in made and made[a.version] != a.digest
     }
     return sorted(wrong)
-
-
-# ---------------------------------------------------------------------------------------- reading
-def audit_run(config: Config, cluster: Cluster) -> dict[str, Any]:
-    """The audit of a run's log as `headwater audit --json` prints it.
-
-    Of a run at work it is a snapshot: manifests are read first, so that whatever they trained has its
-    grant and its terminal in what is read after them."""
-    trajectories = Follower(cluster, "trajectories", config.kafka.partitions)
-    steps = Follower(cluster, "steps", 1)
-    tail = PolicyTail(cluster)
-    try:
-        manifests: list[tuple[int, StepRecord]] = [
-            (r.offset, decode_as(r.value, StepRecord)) for r in steps.news()
-        ]
-        announcements: list[Announcement] = []
-        end = tail.end()
-        while tail.position < end:
-            announcements += [a for _, a in tail.poll(0.2)]
-        found = audit(
-            History(
-                prompts_topic=cluster.topic("prompts"),
-                announcements=announcements,
-                steps=manifests,
-                terminals=map(terminal_of, trajectories.news()),
-                bound=configured_policy(config).bound,
-                trajectory_starts=trajectories.starts,
-            )
-        )
-    finally:
-        for reader in (trajectories, steps, tail):
-            reader.close()
-    return as_json(found)
-
-
-def terminal_of(record: Record) -> Terminal:
-    """A record of `trajectories`, its group decoded only to find the oldest trained version."""
-    key = (record.key or b"").decode(errors="replace")
-    crc = checksum(record.value)
-    if record.headers.get(HEADER_KIND) == "closed":
-        return Terminal(
-            group_id=key, partition=record.partition, offset=record.offset, crc=crc, kind="closed"
-        )
-    try:
-        oldest = oldest_trained(decode_group(record.value))
-        kind: Literal["group", "corrupt"] = "group"
-    except CorruptRecord:
-        oldest, kind = None, "corrupt"
-    return Terminal(
-        group_id=key,
-        partition=record.partition,
-        offset=record.offset,
-        crc=crc,
-        kind=kind,
-        oldest=oldest,
-    )
-
-
-def oldest_trained(group: Group) -> Version | None:
-    """The oldest version that wrote a token with loss_mask 1."""
-    return min(
-        (
-            segment.version
-            for trajectory in group.trajectories
-            for segment in trajectory.segments
-            if trajectory.loss_mask[segment.start : segment.end].any()
-        ),
-        default=None,
-    )
-
-
-def as_json(found: Audit) -> dict[str, Any]:
-    """The pinned keys, and those that say more."""
-    return {
-        "ok": found.ok,
-        "groups": dict(found.groups),
-        "lost": list(found.lost[:MAX_LISTED]),
-        "trained_twice": list(found.trained_twice[:MAX_LISTED]),
-        "settled_twice": list(found.settled_twice[:MAX_LISTED]),
-        "ungranted": list(found.ungranted[:MAX_LISTED]),
-        "bound_violations": [
-            {"group_id": v.group_id, "step": v.step, "staleness": v.staleness}
-            for v in found.bound_violations[:MAX_LISTED]
-        ],
-        "credit_balance": found.credit_balance,
-        "digest_chain_ok": found.digest_chain_ok,
-        "chain_breaks": list(found.chain_breaks[:MAX_LISTED]),
-    }
-
-
-def audit_lines(found: Mapping[str, Any]) -> list[str]:
-    """The audit for reading."""
-    groups = found["groups"]
-    lines = [
-        f"granted {groups['granted']} = {groups['trained']} trained + {groups['closed']} closed + "
-        f"{groups['dropped']} dropped + {groups['open']} open"
-        + (f" (balance {found['credit_balance']})" if found["credit_balance"] else ""),
-        f"lost {len(found['lost'])}, trained twice {len(found['trained_twice'])}, "
-        f"bound violations {len(found['bound_violations'])}, credit balance {found['credit_balance']}",
-        "digest chain ok" if found["digest_chain_ok"] else "digest chain BROKEN",
-    ]
-    for name in (
-        "lost",
-        "trained_twice",
-        "settled_twice",
-        "ungranted",
-        "bound_violations",
-        "chain_breaks",
-    ):
-        lines += [f"  {name}: {entry}" for entry in found[name][:5]]
-    lines.append("audit ok" if found["ok"] else "audit FAILED")
-    return lines

@@ -1,7 +1,7 @@
 """Which roles of a run live, from what the supervisor and the roles themselves left in its folder.
 
-The supervisor writes RUN/supervisor.json at every change. Roles started without one are known by their
-registration alone.
+The supervisor writes RUN/supervisor.json at every change. Roles started without one are known by
+their registration alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def write(run_dir: RunDir, roles: Sequence[RoleHealth]) -> None:
 
 
 def roles_of(config: Config, run_dir: RunDir) -> list[dict[str, Any]]:
-    """`roles` of the status object: name, pid, state, restarts, version (of engines that answer)."""
+    """`roles` of the status object: name, pid, state, restarts, version (of engines that
+    answer)."""
     found: dict[str, dict[str, Any]] = {}
     for health in _supervised(run_dir):
         found[health.name] = {**msgspec.structs.asdict(health), "version": None}

@@ -1,7 +1,7 @@
 """A run's past as plain values, folded from its log: what `status`, `audit` and `trace` look at.
 
-Nothing here trusts a process or the trainer's own books; everything comes from records. Pure, except for
-`follow`, which reads.
+Nothing here trusts a process or the trainer's own books; everything comes from records. Pure,
+except for `follow`, which reads.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from connectors.records import Announcement, Begin, Manifest, Origin, StepRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grants:
-    """What was granted: `limits` are the offsets below which each prompt partition is; `first[p]` lists
-    (limit, version) of each announcement that raised partition p's limit, in order."""
+    """What was granted: `limits` are the offsets below which each prompt partition is; `first[p]`
+    lists (limit, version) of each announcement that raised partition p's limit, in order."""
 
     limits: list[int] = field(default_factory=list)
     first: list[list[tuple[int, Version]]] = field(default_factory=list)
@@ -50,11 +50,12 @@ class Grants:
 
 @dataclass(slots=True, kw_only=True)
 class Chain:
-    """The steps that count, folded from `steps` by position and apart from the trainer's own reading.
+    """The steps that count, folded from `steps` by position and apart from the trainer's own
+    reading.
 
-    A manifest counts if its epoch is that of the latest `begin` before it (in a trimmed log: before the
-    first `begin` left, if its epoch is the highest). `breaks` says which counting manifest does not
-    follow the one before it."""
+    A manifest counts if its epoch is that of the latest `begin` before it (in a trimmed log:
+    before the first `begin` left, if its epoch is the highest). `breaks` says which counting
+    manifest does not follow the one before it."""
 
     manifests: list[Manifest] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)

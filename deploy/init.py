@@ -12,8 +12,8 @@ FILES: Final = ("headwater.toml", "reward.py", "prompts.jsonl")
 
 
 def write_example(folder: str | Path) -> list[str]:
-    """Writes the example into `folder`, made if need be; the paths written, the configuration first.
-    EnvironmentFailure, and nothing is written, when one of the files exists."""
+    """Writes the example into `folder`, made if need be; the paths written, the configuration
+    first. EnvironmentFailure, and nothing is written, when one of the files exists."""
     target = Path(folder)
     existing = [name for name in FILES if (target / name).exists()]
     if existing:

@@ -1,4 +1,5 @@
-"""Starting processes: what the supervisor needs of a machine. `local` runs children of this process.
+"""Starting processes: what the supervisor needs of a machine. `local` runs children of this
+process.
 
 A launcher starts a `Member` and answers with a `Process`; it never restarts anything, that is the
 supervisor's. Two implementations are meant: `local` here, placement on a Ray cluster later.
@@ -19,8 +20,8 @@ import headwater
 from connectors.config import Config, ConfigError
 from connectors.run_dir import RunDir
 
-# One thread a role: on a laptop the roles are the parallelism, and more threads fight for two cores.
-# The trainer sets its own count (trainer.num_threads), on which its bits depend.
+# One thread a role: on a laptop the roles are the parallelism, and more threads fight for two
+# cores. The trainer sets its own count (trainer.num_threads), on which its bits depend.
 CHILD_ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -78,8 +79,9 @@ class ChildProcess:
 
 
 class LocalLauncher:
-    """Children of this process, each in a session of its own (Ctrl-C reaches only the supervisor), its
-    output appended to RUN/logs/NAME.log. They die with this process, even when it is killed with -9."""
+    """Children of this process, each in a session of its own (Ctrl-C reaches only the supervisor),
+    its output appended to RUN/logs/NAME.log. They die with this process, even when it is killed
+    with -9."""
 
     def __init__(self, run_dir: RunDir, environment: Mapping[str, str] | None = None) -> None:
         self._run_dir = run_dir
@@ -114,3 +116,13 @@ def launcher(config: Config, run_dir: RunDir) -> Launcher:
     if config.run.launcher == "ray":
         raise ConfigError("run.launcher: 'ray' is not available yet, use 'local'")
     return LocalLauncher(run_dir)
+
+
+def last_line(log: Path) -> str:
+    """The last line of a role's log that says something."""
+    try:
+        lines = log.read_bytes()[-8192:].decode(errors="replace").splitlines()
+    except OSError:
+        return "no log was written"
+    said = [line.strip() for line in lines if line.strip()]
+    return said[-1].removeprefix("headwater: ") if said else "nothing was logged"

@@ -14,8 +14,8 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def die_with(supervisor: int) -> None:
-    """From now on this process is killed (-9: every role survives that) as soon as process `supervisor`,
-    its parent, is gone; at once if it already is."""
+    """From now on this process is killed (-9: every role survives that) as soon as process
+    `supervisor`, its parent, is gone; at once if it already is."""
     if sys.platform == "linux":
         # The kernel sends it, even while this process is inside a long C call.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""Reaching a run's log, also when the run does not: the embedded broker is started for the time of a
-command and ended after it."""
+"""Reaching a run's log, also when the run does not: the embedded broker is started for the time of
+a command and ended after it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from connectors.kafka.client import Cluster
 from connectors.kafka.locate import cluster
 from connectors.run_dir import Role, RunDir
 from deploy.errors import EnvironmentFailure
-from deploy.launcher import LocalLauncher, Member, Process
-from deploy.run_folder import last_line
+from deploy.launcher import LocalLauncher, Member, Process, last_line
 
 AWAY_S: Final = 8.0
 """How long a command waits for a broker that does not answer."""

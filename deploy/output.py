@@ -12,8 +12,8 @@ from typing import Any
 
 @contextmanager
 def stdout_for_answer(as_json: bool) -> Iterator[None]:
-    """With --json, sends whatever is printed meanwhile (libraries log to stdout) to stderr, at the level
-    of file descriptors, so that the answer printed afterwards is alone on stdout."""
+    """With --json, sends whatever is printed meanwhile (libraries log to stdout) to stderr, at the
+    level of file descriptors, so that the answer printed afterwards is alone on stdout."""
     if not as_json:
         yield
         return

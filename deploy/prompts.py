@@ -1,7 +1,7 @@
 """`headwater prompts load`: checks prompts and writes them into a run's topic.
 
-What a stage would dead-letter anyway is refused here already, with its line number, so that a typing error
-costs no grant.
+What a stage would dead-letter anyway is refused here already, with its line number, so that a
+typing error costs no grant.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def load_prompts(
     seed: int = 0,
     task: str | None = None,
 ) -> Loaded:
-    """Writes the prompts of `file` (JSONL) or of a reasoning-gym `generator` into the topic of `run` (a
-    run's folder or a TOML file), round-robin over its partitions. `task` is for prompts that name none;
-    the only task of the run when it is not given."""
+    """Writes the prompts of `file` (JSONL) or of a reasoning-gym `generator` into the topic of
+    `run` (a run's folder or a TOML file), round-robin over its partitions. `task` is for prompts
+    that name none; the only task of the run when it is not given."""
     if (file is None) == (generator is None):
         raise ConfigError("prompts load: give either FILE or --reasoning-gym NAME")
     config, run_dir = _run(run)

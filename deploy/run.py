@@ -26,7 +26,7 @@ from connectors.run_dir import RunDir
 from deploy import curve, errors, health, run_folder
 from deploy.errors import EnvironmentFailure
 from deploy.health import roles_of
-from deploy.launcher import Member, launcher
+from deploy.launcher import Member, last_line, launcher
 from deploy.log import START_S, running_broker
 from deploy.output import answer, stdout_for_answer
 from deploy.supervisor import Gang, RoleHealth, Supervisor
@@ -52,9 +52,7 @@ def run(
         prepared = run_folder.prepare(config, run_dir)
         target = min(prepared.config.trainer.num_steps, stop_after_steps or sys.maxsize)
         gangs = plan(prepared.config, run_dir, target)
-        supervisor = Supervisor(
-            gangs, starter, lambda name: run_folder.last_line(run_dir.log_file(name))
-        )
+        supervisor = Supervisor(gangs, starter, lambda name: last_line(run_dir.log_file(name)))
         _introduce(console, prepared, run_dir, target)
         with RunView(console, target) as view:
             job = Job(prepared.config, run_dir, supervisor, [g.name for g in gangs], view, target)
@@ -185,8 +183,8 @@ class Job:
         return self.watch.evaluated_version() >= self._target // every * every
 
     def _stop(self) -> dict[str, Any]:
-        """Ends the roles in order, consumers before what they consume from; the status is read while
-        the broker is the last one alive."""
+        """Ends the roles in order, consumers before what they consume from; the status is read
+        while the broker is the last one alive."""
         for kinds in _STOP_ORDER:
             self._end([name for name in self._names if name.startswith(kinds)])
         status = self.watch.last_reading() if self._interrupts < 2 else None

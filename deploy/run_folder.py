@@ -6,19 +6,15 @@
     RUN/source.json    the folder the user's own modules are found in, and what built the model
     RUN/model/         the built model, if model.path names a function
 
-`prepare` writes them for a new run. For an existing one it resumes: a changed configuration is taken
-over, except for keys on which the log already depends.
+`prepare` writes them for a new run. For an existing one it resumes: a changed configuration is
+taken over, except for keys on which the log already depends.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import socket
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,11 +24,10 @@ from typing import Any, Final
 import msgspec
 import tomli_w
 
-import headwater
 from connectors.config import Config, ConfigError, load, parse
 from connectors.run_dir import RunDir
-from deploy.errors import EnvironmentFailure, RunFailed
-from deploy.launcher import CHILD_ENVIRONMENT
+from deploy.errors import EnvironmentFailure
+from deploy.model import build
 from trainer.feed import configured_policy
 
 _FIXED: Final = (
@@ -76,8 +71,8 @@ def with_source(config: Config, run_dir: RunDir) -> Config:
 
 @contextmanager
 def locked(run_dir: RunDir) -> Iterator[None]:
-    """Holds the run's lock; EnvironmentFailure when another `headwater run` does. The kernel frees it
-    however this process ends."""
+    """Holds the run's lock; EnvironmentFailure when another `headwater run` does. The kernel frees
+    it however this process ends."""
     run_dir.path.mkdir(parents=True, exist_ok=True)
     with (run_dir.path / "run.lock").open("a+") as file:
         try:
@@ -95,8 +90,9 @@ def locked(run_dir: RunDir) -> Iterator[None]:
 
 
 def prepare(config: Config, run_dir: RunDir) -> Prepared:
-    """Writes the files above, with the lock held. ConfigError when the log depends on a changed key or
-    a file the configuration names is missing; EnvironmentFailure for a taken port or a missing model."""
+    """Writes the files above, with the lock held. ConfigError when the log depends on a changed
+    key or a file the configuration names is missing; EnvironmentFailure for a taken port or a
+    missing model."""
     check_files(config)
     configured_policy(config)
     resumed = run_dir.config_file.is_file()
@@ -110,7 +106,7 @@ def prepare(config: Config, run_dir: RunDir) -> Prepared:
         check_port(table["broker"]["port"])
     prepared = parse(table, base_dir=config.base_dir, where=str(run_dir.config_file))
     if source.model is not None and not (resumed and (run_dir.path / "model").is_dir()):
-        _build_model(source, run_dir)
+        build(source.model, source.folder, run_dir)
     _replace(run_dir.path / "source.json", msgspec.json.encode(source))
     _replace(run_dir.config_file, tomli_w.dumps(table).encode())
     return Prepared(config=prepared, resumed=resumed, changes=changes)
@@ -216,8 +212,8 @@ def _changes(run_dir: RunDir, table: Mapping[str, Any], source: Source) -> tuple
     for key, old, new in differ:
         if key in _FIXED:
             raise ConfigError(
-                f"{key}: cannot change from {old!r} to {new!r}: the log in {run_dir.path} depends on "
-                "it (choose another --run-dir)"
+                f"{key}: cannot change from {old!r} to {new!r}: the log in {run_dir.path} "
+                "depends on it (choose another --run-dir)"
             )
     return tuple(f"{key}: {old!r} -> {new!r}" for key, old, new in differ)
 
@@ -231,8 +227,8 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _source(config: Config, run_dir: RunDir) -> Source:
-    """Of this start. A run resumed from its own config.toml names the built folder; what built it is
-    then known from before."""
+    """Of this start. A run resumed from its own config.toml names the built folder; what built it
+    is then known from before."""
     known = _read_source(run_dir)
     if known is not None and config.model.path == str(run_dir.path / "model"):
         return Source(folder=config.base_dir, model=known.model)
@@ -242,44 +238,6 @@ def _source(config: Config, run_dir: RunDir) -> Source:
 def _read_source(run_dir: RunDir) -> Source | None:
     file = run_dir.path / "source.json"
     return msgspec.json.decode(file.read_bytes(), type=Source) if file.is_file() else None
-
-
-def _build_model(source: Source, run_dir: RunDir) -> None:
-    """Builds into a staging folder, in a process of its own (torch stays out of this one), and renames:
-    a killed build leaves no half model."""
-    assert source.model is not None
-    log = run_dir.log_file("model")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".model-", dir=run_dir.path) as staging:
-        built = Path(staging, "model")
-        script = str(Path(headwater.__file__).resolve())
-        command = [sys.executable, "-P", script, "build-model", source.model, str(built)]
-        command += ["--base-dir", source.folder]
-        with log.open("ab") as file:
-            code = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **CHILD_ENVIRONMENT},
-                check=False,
-            ).returncode
-        if code != 0:
-            raise RunFailed(f"model.path: {last_line(log)} (log in {log})", max(code, 1))
-        target = run_dir.path / "model"
-        if target.exists():  # of a start that was killed before it wrote config.toml
-            shutil.rmtree(target)
-        built.replace(target)
-
-
-def last_line(log: Path) -> str:
-    """The last line of a role's log that says something."""
-    try:
-        lines = log.read_bytes()[-8192:].decode(errors="replace").splitlines()
-    except OSError:
-        return "no log was written"
-    said = [line.strip() for line in lines if line.strip()]
-    return said[-1].removeprefix("headwater: ") if said else "nothing was logged"
 
 
 def _replace(file: Path, content: bytes) -> None:

@@ -1,7 +1,8 @@
 """Where a run stands: an incremental fold of its log, and the health of its roles.
 
-`RunStatus.read()` reads what is new in `policy`, `steps`, `trajectories` and `evaluations` and answers the
-`status` object. Of trajectories it keeps a set of settled prompts and counts, never tokens.
+`RunStatus.read()` reads what is new in `policy`, `steps`, `trajectories` and `evaluations` and
+answers the `status` object. Of trajectories it keeps a set of settled prompts and counts, never
+tokens.
 """
 
 from __future__ import annotations

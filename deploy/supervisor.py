@@ -1,14 +1,16 @@
 """Keeps a run's roles alive: one loop above any launcher.
 
-A **gang** is restarted whole: the trainer's ranks are one gang, every other role is a gang of its own.
+A **gang** is restarted whole: the trainer's ranks are one gang, every other role is a gang of its
+own.
 
     waiting ──(back-off over)──▶ running ──(exit 0, may finish)──▶ finished
        ▲                            │
        └──(a member exited: the rest is killed, back-off 0.5 s doubling to 30 s)
 
-`tick(now)` never blocks and is called a few times a second by the run's loop. Sixty healthy seconds forget
-the back-off. A gang that exits with 2 or 3 (configuration, environment) three times in a row without
-having been healthy will not get better by itself: `RunFailed` with its log's last line and its code.
+`tick(now)` never blocks and is called a few times a second by the run's loop. Sixty healthy
+seconds forget the back-off. A gang that exits with 2 or 3 (configuration, environment) three times
+in a row without having been healthy will not get better by itself: `RunFailed` with its log's last
+line and its code.
 """
 
 from __future__ import annotations

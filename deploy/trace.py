@@ -25,8 +25,8 @@ from trainer.checkpoint import CheckpointStore
 
 
 def trace_run(config: Config, run_dir: RunDir, log: Cluster, wanted: str) -> dict[str, Any]:
-    """What the log knows of `wanted`, a trajectory's or a group's id. ConfigError when it is no id, or
-    its prompt is not in the log."""
+    """What the log knows of `wanted`, a trajectory's or a group's id. ConfigError when it is no
+    id, or its prompt is not in the log."""
     group_id, index = _ids(wanted, log.topic("prompts"))
     origin = parse_group_id(group_id)
     found: dict[str, Any] = {
@@ -94,7 +94,8 @@ def _trained_step(log: Cluster, group_id: str) -> int | None:
 def _add_terminal(
     found: dict[str, Any], config: Config, log: Cluster, origin: Origin, index: int | None
 ) -> None:
-    """The group's first terminal; a group keeps its prompt's partition, but is looked for in all."""
+    """The group's first terminal; a group keeps its prompt's partition, but is looked for in
+    all."""
     trajectories = Follower(log, "trajectories", config.kafka.partitions)
     try:
         for record in trajectories.news():
@@ -141,7 +142,7 @@ def trace_lines(found: Mapping[str, Any]) -> list[str]:
     origin = found["origin"]
     lines = [
         f"{found['id']}",
-        f"  prompt      {origin['topic']} partition {origin['partition']} offset {origin['offset']}: "
+        f"  prompt      {origin['topic']}/{origin['partition']}/{origin['offset']}: "
         f"{msgspec.json.encode(origin['prompt']).decode()[:200]}",
     ]
     for row in found["trajectories"]:

@@ -1,4 +1,5 @@
-"""What a run looks like in the terminal: a live table when stdout is one, plain lines when it is not."""
+"""What a run looks like in the terminal: a live table when stdout is one, plain lines when it is
+not."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
     """The status object for reading."""
     groups, staleness, tokens = status["groups"], status["staleness"], status["tokens"]
     policy, seconds, lag = status["policy"], status["seconds"], status["lag"]
+    held_out = status["eval"]
     lines = [
         f"run        {status['run']}",
         f"step       {status['step']} (version {_version(status['version'])})",
@@ -32,8 +34,8 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
         f"publish    {_number(status['publish_s'])} s on average",
         f"waiting    {_share(status['wait_share'])} of the trainer's time",
         f"reward     {_number(status['reward']['last'])} in the last step",
-        f"eval       {_number(status['eval']['first'])} at first, {_number(status['eval']['last'])} "
-        f"now, on {status['eval']['num_prompts']} prompts",
+        f"eval       {_number(held_out['first'])} at first, {_number(held_out['last'])} now, on "
+        f"{held_out['num_prompts']} prompts",
         "lag        " + ", ".join(f"{name} {value}" for name, value in lag.items()),
     ]
     if status["closed_by_reason"]:
@@ -119,15 +121,12 @@ class RunView:
             )
         if status is None:
             return Group(Text("starting", style="bold"), people)
-        staleness = status["staleness"]
+        staleness, reward, held_out = status["staleness"], status["reward"], status["eval"]
         figures = Table(box=None, pad_edge=False, show_header=False)
         for name, value in (
             ("step", f"{status['step']} of {self._target}"),
-            (
-                "reward",
-                f"{_number(status['reward']['last'])} (mean of 10: {_number(status['reward']['mean'])})",
-            ),
-            ("eval", f"{_number(status['eval']['first'])} -> {_number(status['eval']['last'])}"),
+            ("reward", f"{_number(reward['last'])} (mean of 10: {_number(reward['mean'])})"),
+            ("eval", f"{_number(held_out['first'])} -> {_number(held_out['last'])}"),
             ("staleness", f"mean {_number(staleness['mean'])}, max {_number(staleness['max'])}"),
             ("tokens/s", _number(status["tokens_per_s"])),
             ("waiting", _share(status["wait_share"])),

@@ -1,5 +1,5 @@
-"""A run's status, read beside the supervisor's loop: a broker that is away delays the picture, never the
-supervision."""
+"""A run's status, read beside the supervisor's loop: a broker that is away delays the picture,
+never the supervision."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ AWAY_S: Final = 5.0
 
 
 class Watch:
-    """Reads the status every half second on a thread of its own. `latest` is the newest, None before the
-    first. Any error but an outage surfaces in `check`."""
+    """Reads the status every half second on a thread of its own. `latest` is the newest, None
+    before the first. Any error but an outage surfaces in `check`."""
 
     def __init__(self, config: Config, run_dir: RunDir) -> None:
         self._config, self._run_dir = config, run_dir
@@ -45,8 +45,8 @@ class Watch:
         return self._read() or self.latest or {"step": -1}
 
     def last_reading(self) -> dict[str, Any] | None:
-        """The final status, None if the log was never readable. Ends the watch: its clients must not
-        look for a broker that is about to stop."""
+        """The final status, None if the log was never readable. Ends the watch: its clients must
+        not look for a broker that is about to stop."""
         status = self._read() or self.latest
         self.close()
         return status

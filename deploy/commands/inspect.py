@@ -49,7 +49,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 def audit(arguments: argparse.Namespace) -> int:
     config, run_dir = load_run(arguments)
-    from deploy.audit import audit_lines, audit_run
+    from deploy.audit_log import audit_lines, audit_run
     from deploy.log import opened
 
     with stdout_for_answer(arguments.json), opened(config, run_dir) as cluster:

@@ -1,4 +1,5 @@
-"""`headwater build-model`: what `run` calls when model.path names a function instead of a folder."""
+"""`headwater build-model`: what `run` calls when model.path names a function instead of a
+folder."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""One role alone: what the supervisor starts, and what a deployment of its own starts on each machine.
+"""One role alone: what the supervisor starts, and what a deployment of its own starts on each
+machine.
 
-Every role takes CONFIG and the run's folder, in which it finds the others. SIGTERM ends it with exit 0.
+Every role takes CONFIG and the run's folder, in which it finds the others. SIGTERM ends it with
+exit 0.
 """
 
 from __future__ import annotations

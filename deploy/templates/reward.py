@@ -1,13 +1,12 @@
-"""Scores one answer: 1.0 when its last number is the right one, and a little for short answers."""
+"""Scores one answer: 1.0 when its last number is the right one, and a little for short ones."""
 
 import re
 
 
 def score(sample, prompt):
-    """`sample.text` is what the model wrote, `prompt.reward` what prompts.jsonl holds for the scorer.
-
-    Return a number, or a mapping with "reward" and parts to be shown beside it. A function that waits
-    for something (a judge, a sandbox) may be `async def`. Raising means "ask again", never zero."""
+    """`sample.text` is what the model wrote, `prompt.reward` what prompts.jsonl has for it. Return
+    a number, or a mapping with "reward" and parts to show beside it. A function that waits for a
+    judge or a sandbox may be `async def`. Raising means "ask again", never zero."""
     numbers = re.findall(r"-?\d+", sample.text)
     correct = float(bool(numbers) and numbers[-1] == str(prompt.reward))
     brief = float(len(sample.text) <= 80)

@@ -58,7 +58,8 @@ def begin(resumed_step: int = 0) -> Begin:
 
 @dataclass
 class Log:
-    """Steps 1 and 2 trained two groups each; one group was closed; two are open, one of them scored."""
+    """Steps 1 and 2 trained two groups each; one group was closed; two are open, one of them
+    scored."""
 
     announcements: list[Announcement] = field(
         default_factory=lambda: [

@@ -1,5 +1,5 @@
-"""The audit finds each kind of violation in a log that was made wrong on purpose, and nothing in one
-that is right."""
+"""The audit finds each kind of violation in a log that was made wrong on purpose, and nothing in
+one that is right."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connectors.records import Group, Origin, Prompt, Segment, Trajectory, Version
-from deploy.audit import Terminal, Violation, as_json, audit, audit_lines, oldest_trained
+from deploy.audit import Terminal, Violation, audit
+from deploy.audit_log import as_json, audit_lines, oldest_trained
 from deploy.history import Grants
 from tests.deploy.history import Log, announcement, begin, closed, group, group_id, manifest
 

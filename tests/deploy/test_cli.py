@@ -1,4 +1,5 @@
-"""The command's edges: help, exit codes, one line an error, nothing but JSON on stdout with --json."""
+"""The command's edges: help, exit codes, one line an error, nothing but JSON on stdout with
+--json."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from connectors.config import ConfigError
 from connectors.kafka.client import Cluster, read_all
 from connectors.run_dir import RunDir
 from deploy import errors
-from deploy.audit import audit_run
+from deploy.audit_log import audit_run
 from deploy.cli import main
 from deploy.status import RunStatus
 from deploy.trace import trace_lines, trace_run

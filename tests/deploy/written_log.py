@@ -1,5 +1,5 @@
-"""A run's log, written record by record: two partitions, two steps of two groups, one group closed, one
-scored and waiting, one in the making."""
+"""A run's log, written record by record: two partitions, two steps of two groups, one group
+closed, one scored and waiting, one in the making."""
 
 from __future__ import annotations
 
