@@ -1,0 +1,93 @@
+"""What a run looks like: a table that redraws on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from deploy.curve import draw
+from deploy.view import PLAIN_EVERY_S, RunView, plain_line, status_lines
+
+
+def status(step: int, **more: Any) -> dict[str, Any]:
+    return {
+        "run": "r",
+        "step": step,
+        "version": {"incarnation": 0, "number": step},
+        "policy": {"name": "sync", "bound": 0, "lookahead": 1},
+        "groups": {"granted": 9, "trained": 4, "closed": 1, "dropped": 0, "open": 4},
+        "closed_by_reason": {"reward_nan": 1},
+        "staleness": {"mean": 0.5, "p99": 1.0, "max": 1.0},
+        "tokens": {"generated": 7, "trained": 6, "masked": 0, "dropped": 0},
+        "seconds": {"wait": 1.0, "logprobs": 0.5, "update": 0.25, "publish": 0.125},
+        "eval": {"first": 0.25, "last": 0.75, "num_prompts": 8},
+        "lag": {"prompts": 64, "rollouts": 3, "trajectories": 2, "trainer": 1},
+        "roles": [],
+        "reward": {"last": 0.5, "mean": None},
+        "tokens_per_s": 123.0,
+        "publish_s": 0.0625,
+        "wait_share": 0.5,
+        **more,
+    }
+
+
+ROLES = [
+    {"name": "trainer", "state": "running", "pid": 7, "restarts": 2},
+    {"name": "engine-0", "state": "waiting", "pid": None, "restarts": 1},
+]
+
+
+def test_without_a_terminal_there_is_a_line_a_step_and_one_now_and_then() -> None:
+    out = io.StringIO()
+    with RunView(Console(file=out, width=300), target_steps=5) as view:
+        view.show(None, ROLES, now=0.0)
+        view.show(status(1), ROLES, now=0.5)
+        view.show(status(1), ROLES, now=1.0)
+        view.show(status(2), ROLES, now=1.5)
+        view.show(status(2), ROLES, now=1.5 + PLAIN_EVERY_S)
+        view.say("trainer ended with -9 [not markup]")
+    lines = out.getvalue().splitlines()
+    assert [line.split(" · ")[0] for line in lines[:3]] == ["step 1", "step 2", "step 2"]
+    assert lines[3:] == ["trainer ended with -9 [not markup]"]
+    assert lines[0].endswith("3 restarts")
+    for shown in ("reward 0.5", "eval 0.75", "staleness 0.5/1", "123 tokens/s", "waiting 50%"):
+        assert shown in lines[0]
+    assert "publish 0.0625 s" in lines[0]
+
+
+def test_on_a_terminal_the_table_shows_figures_and_roles() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100, height=40)
+    with RunView(console, target_steps=5) as view:
+        view.show(None, ROLES, now=0.0)
+        view.show(status(3), ROLES, now=0.1)
+    drawn = out.getvalue()
+    for shown in (
+        "starting",
+        "3 of 5",
+        "0.25 -> 0.75",
+        "mean 0.5, max 1",
+        "prompts 64",
+        "engine-0",
+    ):
+        assert shown in drawn
+
+
+def test_a_run_whose_first_version_is_not_published_says_so() -> None:
+    assert plain_line(status(0, version=None)) == "starting: no policy version is published yet"
+
+
+def test_the_readable_status_names_why_groups_were_closed() -> None:
+    lines = status_lines(status(3, roles=[{**ROLES[0], "version": None}]))
+    assert "closed     reward_nan 1" in lines
+    assert lines[-1] == "  trainer      running (pid 7, 2 restarts)"
+
+
+def test_the_curve_shows_both_kinds_of_points_without_escapes() -> None:
+    drawn = draw([(1, 0.1), (2, 0.9)], [(0, 0.2), (2, 0.8)], title="r: reward")
+    assert "training" in drawn
+    assert "held out" in drawn
+    assert "\x1b" not in drawn
+    assert draw([], [], title="none") == ""
