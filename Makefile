@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml
 	@echo "setting up .venv (a few minutes the first time)"
 	@start=$$(date +%s); \
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' \
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[dev]' \
 	&& echo "installation took $$(( $$(date +%s) - start )) s"
 	@touch $@
 
