@@ -9,7 +9,6 @@ Whatever ends it, also kill -9, the next `run` in the same folder resumes from t
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,7 +49,9 @@ def run(
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     with stdout_for_answer(as_json), run_folder.locked(run_dir):
         prepared = run_folder.prepare(config, run_dir)
-        target = min(prepared.config.trainer.num_steps, stop_after_steps or sys.maxsize)
+        target = prepared.config.trainer.num_steps
+        if stop_after_steps is not None:
+            target = min(target, stop_after_steps)
         gangs = plan(prepared.config, run_dir, target)
         supervisor = Supervisor(gangs, starter, lambda name: last_line(run_dir.log_file(name)))
         _introduce(console, prepared, run_dir, target)

@@ -89,9 +89,7 @@ def test_a_library_is_imported_only_in_its_room(library: str) -> None:
 
 def test_the_reader_sees_every_package_and_imports_within_functions() -> None:
     assert {file.relative_to(ROOT).parts[0] for file in sources()} == set(ROOMS)
-    code = (
-        "def f():\n  from pipelines.job import f\n  from . import loop\n  import kafka.errors\n"
-    )
+    code = "def f():\n  from pipelines.job import f\n  from . import loop\n  import kafka.errors\n"
     seen = list(imports(code, ("trainer",)))
     assert seen == ["pipelines.job.f", "trainer.loop", "kafka.errors"]
     assert not lies_within(seen[0], MAY_IMPORT["trainer"])
