@@ -46,7 +46,8 @@ def until(condition: Callable[[], T], what: str, timeout_s: float = 120.0) -> T:
 
 
 class SmallRun:
-    """`folder` gets the configuration, the reward and the prompts; the run lies in `folder/run`."""
+    """`folder` gets the configuration, the reward and the prompts; the run lies in `folder/run`.
+    Without `fed` the test produces the prompts itself."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class SmallRun:
         *,
         reward: str = REWARD,
         prompts: list[str] | None = None,
+        fed: bool = True,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.run_dir = RunDir(folder / "run")
@@ -62,6 +64,7 @@ class SmallRun:
         (folder / "reward.py").write_text(reward)
         lines = prompts or [json.dumps({"prompt": f"say {i}"}) for i in range(40)]
         (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+        feeding = 'prompts = "prompts.jsonl"\nrepeat = true' if fed else ""
         self.file.write_text(
             f"""
 [kafka]
@@ -74,8 +77,7 @@ max_tokens = 6
 [tasks.even]
 reward = "reward.py:score"
 group_size = 4
-prompts = "prompts.jsonl"
-repeat = true
+{feeding}
 [staleness]
 policy = "one-step-off"
 [trainer]
@@ -98,13 +100,11 @@ every_steps = 4
 
     def arguments(self, *more: object) -> list[str]:
         settings = [argument for setting in self._settings for argument in ("--set", setting)]
-        return headwater_command(
-            "run", self.file, "--run-dir", self.run_dir.path, *settings, *more
-        )
+        return headwater_command("run", self.file, "--run-dir", self.run_dir.path, *settings, *more)
 
     @contextmanager
     def running(self, *more: object) -> Iterator[subprocess.Popen[bytes]]:
-        """`headwater run` in the background; ended, if it has not by itself, when the block is left."""
+        """`headwater run` in the background; ended when the block is left, if it still runs."""
         process = subprocess.Popen(self.arguments(*more))
         try:
             yield process
