@@ -243,6 +243,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest", tag_fi
     digest_before, digest   of the weights (16 hex digits)
     skipped         why the optimizer did not step, or None
     environment     threads, ranks, library versions: what must match for equal bits
+    settings        of the step's mathematics (learning rate, loss, clip...): what it is executed
+                    again with, whatever the configuration says by then
     metrics         numbers, by name
     """
 
@@ -257,6 +259,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest", tag_fi
     skipped: str | None = None
     dropped: tuple[str, ...] = ()
     environment: dict[str, str] = {}
+    settings: dict[str, float | str] = {}
     metrics: dict[str, float] = {}
     staleness: dict[str, float] = {}  # mean, p99, max over trained tokens
     finished_at: float = 0.0

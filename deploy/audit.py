@@ -18,7 +18,8 @@ from connectors.records import (
     Version,
     parse_group_id,
 )
-from deploy.history import Chain, Grants, origin_of
+from deploy.history import Grants, origin_of
+from trainer.step_log import Chain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from connectors.kafka.client import Cluster, Reader, Record
-from connectors.records import Announcement, Begin, Manifest, Origin, StepRecord, Version
+from connectors.records import Announcement, Origin, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,57 +46,6 @@ class Grants:
                 for offset in range(start, limit):
                     yield partition, offset, version
                 start = limit
-
-
-@dataclass(slots=True, kw_only=True)
-class Chain:
-    """The steps that count, folded from `steps` by position and apart from the trainer's own
-    reading.
-
-    A manifest counts if its epoch is that of the latest `begin` before it (in a trimmed log:
-    before the first `begin` left, if its epoch is the highest). `breaks` says which counting
-    manifest does not follow the one before it."""
-
-    manifests: list[Manifest] = field(default_factory=list)
-    breaks: list[str] = field(default_factory=list)
-    num_fenced: int = 0
-    epoch: int = -1
-    _begun: bool = False
-    _first_step: int | None = None  # of a whole log; unknown for a trimmed one
-
-    def observe(self, offset: int, record: StepRecord) -> None:
-        if isinstance(record, Begin):
-            self.epoch, self._begun = offset, True
-            if offset == 0:
-                self._first_step = record.resumed_step + 1
-            return
-        if not self._begun and record.epoch > self.epoch:
-            self.manifests, self.breaks, self.epoch = [], [], record.epoch
-        if record.epoch != self.epoch:
-            self.num_fenced += 1
-            return
-        if not self.manifests and self._first_step not in (None, record.step):
-            self.breaks.append(f"the first step is {record.step}, not {self._first_step}")
-        self.breaks += _breaks(self.manifests[-1] if self.manifests else None, offset, record)
-        self.manifests.append(record)
-
-    @property
-    def step(self) -> int:
-        return self.manifests[-1].step if self.manifests else 0
-
-
-def _breaks(last: Manifest | None, offset: int, record: Manifest) -> Iterator[str]:
-    if last is None:
-        pass
-    elif record.step != last.step + 1:
-        yield f"step {record.step} at offset {offset} follows step {last.step}"
-    elif record.digest_before != last.digest:
-        yield (
-            f"step {record.step} starts from {record.digest_before}, step {last.step} ended at "
-            f"{last.digest}"
-        )
-    if record.skipped is not None and record.digest != record.digest_before:
-        yield f"step {record.step} was skipped but changed the weights"
 
 
 class Follower:

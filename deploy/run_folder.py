@@ -36,6 +36,7 @@ _FIXED: Final = (
     "broker.data_dir",
     "model.path",
     "model.dtype",
+    "sampling.temperature",  # of the behaviour log-probs in flight
 )
 """The log's records, and the weights in the checkpoints, are only readable with these."""
 

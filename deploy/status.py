@@ -28,8 +28,9 @@ from connectors.records import (
 )
 from connectors.run_dir import RunDir
 from deploy.health import roles_of
-from deploy.history import Chain, Follower, Grants
+from deploy.history import Follower, Grants
 from trainer.feed import configured_policy
+from trainer.step_log import Chain
 
 RECENT_STEPS: Final = 10
 """What `reward.mean`, `tokens_per_s` and `publish_s` look back on."""

@@ -20,8 +20,9 @@ from connectors.records import (
     parse_group_id,
 )
 from connectors.run_dir import RunDir
-from deploy.history import Chain, Follower
+from deploy.history import Follower
 from trainer.checkpoint import CheckpointStore
+from trainer.step_log import Chain
 
 
 def trace_run(config: Config, run_dir: RunDir, log: Cluster, wanted: str) -> dict[str, Any]:

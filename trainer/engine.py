@@ -121,14 +121,18 @@ class TrainingEngine:
         micro_batches: Sequence[Sequence[int]],
         advantages: Sequence[NDArray[np.floating[Any]]],
         seed: int,
+        trainer: configuration.Trainer | None = None,
     ) -> StepResult:
-        """One optimizer step on `rows`, cut into `micro_batches` of row indices (`batches.assign`);
-        `advantages` holds one [T_i] array a row. `seed` is set before the first forward.
+        """One optimizer step on `rows`, cut into `micro_batches` of row indices
+        (`batches.assign`); `advantages` holds one [T_i] array a row. `seed` is set before the first
+        forward. `trainer`: the settings of this step, None for those the engine was made with.
 
         The loss is the mean over all trained tokens of the step, however it is cut. ValueError when
         micro-batches do not cover the trained rows exactly once, or a value cannot be trained
         on."""
         check_assignment(rows, micro_batches)
+        settings = trainer or self._trainer
+        self._set_optimizer(settings)
         torch.manual_seed(seed)
         num_tokens = sum(units(mask) for mask in rows.masks)
         if num_tokens == 0:
@@ -136,7 +140,7 @@ class TrainingEngine:
         tally = _Tally()
         for indices in micro_batches:
             batch = collate(rows, indices, advantages).to(self._device)
-            loss = self._forward(batch, num_tokens, tally)
+            loss = self._forward(batch, num_tokens, tally, settings)
             started = time.perf_counter()
             self._engine.backward(loss)
             tally.seconds["update"] += time.perf_counter() - started
@@ -155,27 +159,40 @@ class TrainingEngine:
             master_changed=self._master_digest() != before,
         )
 
-    def _forward(self, batch: MicroBatch, num_tokens: float, tally: _Tally) -> Tensor:
+    def _forward(
+        self,
+        batch: MicroBatch,
+        num_tokens: float,
+        tally: _Tally,
+        settings: configuration.Trainer,
+    ) -> Tensor:
         started = time.perf_counter()
         logprobs_BT, entropy_N = self._engine(batch.tokens_BT, batch.position_ids_BT, batch.mask_BT)
         loss: Tensor
         loss, metrics = policy_loss(
-            self._trainer.loss,
+            settings.loss,
             logprobs_BT,
             logprobs_BT.detach(),
             batch.behaviour_logprobs_BT,
             batch.advantages_BT,
             batch.mask_BT,
-            correction=self._trainer.correction,
-            correction_cap=self._trainer.correction_cap,
+            correction=settings.correction,
+            correction_cap=settings.correction_cap,
             denominator=num_tokens,
-            clip_low=self._trainer.clip_low,
-            clip_high=self._trainer.clip_high,
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
         )
         gap_N = (logprobs_BT.detach() - batch.behaviour_logprobs_BT)[batch.mask_BT]
         tally.add(float(loss.item()), metrics, gap_N, entropy_N)
         tally.seconds["logprobs"] += time.perf_counter() - started
         return loss
+
+    def _set_optimizer(self, settings: configuration.Trainer) -> None:
+        """A loaded checkpoint brings the settings of its time along."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = settings.learning_rate
+            group["weight_decay"] = settings.weight_decay
+        self._engine.optimizer.clip_grad = settings.max_grad_norm
 
     def _apply(self, loss: float) -> bool:
         """Whether the optimizer stepped. DeepSpeed leaves weights and optimizer alone and clears
@@ -220,8 +237,9 @@ class TrainingEngine:
     def _master_digest(self) -> str:
         """Of the weights the optimizer steps on, from which DeepSpeed copies the model's."""
         fold = Digester(torch.float32, self._device)
-        for partition in self._engine.optimizer.single_partition_of_fp32_groups:
-            fold.update(partition)
+        for group in self._engine.optimizer.param_groups:
+            for weights_of_group in group["params"]:
+                fold.update(weights_of_group)
         return fold.hex()
 
     # -------------------------------------------------------------------------------- checkpoint
@@ -236,16 +254,12 @@ class TrainingEngine:
         torch.save(state, folder / f"random_{dist.get_rank()}.pt")
 
     def load(self, folder: Path) -> None:
-        """The opposite of `save`, bit for bit. Learning rate and weight decay stay those of the
-        configuration, so that a changed configuration takes effect. ValueError when `folder` holds
-        no checkpoint, RuntimeError (torch's) when it is of a model with other shapes."""
+        """The opposite of `save`, bit for bit. ValueError when `folder` holds no checkpoint,
+        RuntimeError (torch's) when it is of a model with other shapes."""
         if not (folder / _TAG).is_dir():
             raise ValueError(f"{folder} holds no checkpoint of this engine")
         with _quiet_deepspeed():
             self._engine.load_checkpoint(str(folder), tag=_TAG)
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = self._trainer.learning_rate
-            group["weight_decay"] = self._trainer.weight_decay
         state = torch.load(folder / f"random_{dist.get_rank()}.pt", weights_only=True)
         torch.set_rng_state(state["cpu"])
         if torch.cuda.is_available() and "cuda" in state:

@@ -10,12 +10,18 @@ from typing import Final
 
 import numpy as np
 
-from connectors.config import Config, ConfigError
-from connectors.records import Group, Trajectory, Version
+from connectors.config import Config, ConfigError, Trainer
+from connectors.records import Group, Manifest, Trajectory, Version
 from trainer import batches
 from trainer.advantages import ESTIMATORS, advantage
 from trainer.engine import TrainingEngine
 from trainer.losses import CORRECTIONS, LOSSES
+
+SETTINGS: Final = (
+    "advantage", "loss", "correction", "correction_cap", "clip_low", "clip_high",
+    "learning_rate", "weight_decay", "max_grad_norm",
+)  # fmt: skip
+"""Keys of `[trainer]` that a step's weights depend on; recorded in its manifest."""
 
 GROUP_ESTIMATORS: Final = frozenset({"grpo"})
 
@@ -63,16 +69,25 @@ def training_engine(config: Config) -> TrainingEngine:
     )
 
 
+def settings(trainer: Trainer, temperature: float) -> dict[str, float | str]:
+    """What a manifest records of the mathematics."""
+    return {**{key: getattr(trainer, key) for key in SETTINGS}, "temperature": temperature}
+
+
+def recorded(trainer: Trainer, manifest: Manifest) -> Trainer:
+    """`trainer` with the settings the manifest's step was trained with."""
+    return trainer.model_copy(update={k: manifest.settings[k] for k in SETTINGS})
+
+
 def execute(
     engine: TrainingEngine,
     groups: Sequence[Group],
-    config: Config,
+    trainer: Trainer,
     seed: int,
     micro_batches: Sequence[Sequence[int]] | None = None,
 ) -> Execution:
-    """Trains one step on `groups`, in order. `micro_batches`: a manifest's, to execute it again;
-    None cuts them by `trainer.max_tokens_per_microbatch`."""
-    trainer = config.trainer
+    """Trains one step on `groups`, in order, as `trainer` says. `micro_batches`: a manifest's, to
+    execute it again; None cuts them by `trainer.max_tokens_per_microbatch`."""
     rows = batches.flatten(groups)
     if micro_batches is None:
         micro_batches = batches.assign(rows, trainer.max_tokens_per_microbatch)
@@ -84,7 +99,7 @@ def execute(
         mask=rows.masks,
         samples=samples,
     )
-    result = engine.step(rows, micro_batches, advantages, seed)
+    result = engine.step(rows, micro_batches, advantages, seed, trainer)
     seconds = {f"seconds/{name}": value for name, value in result.seconds.items()}
     return Execution(
         micro_batches=tuple(tuple(batch) for batch in micro_batches),

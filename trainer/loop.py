@@ -27,7 +27,15 @@ from connectors.records import Manifest, Version
 from connectors.run_dir import RunDir
 from trainer.checkpoint import CheckpointStore
 from trainer.engine import TrainingEngine
-from trainer.execute import Execution, check, execute, staleness, training_engine, untrainable
+from trainer.execute import (
+    Execution,
+    check,
+    execute,
+    settings,
+    staleness,
+    training_engine,
+    untrainable,
+)
 from trainer.feed import Feed, StepInput, configured_policy
 from trainer.publish import Publisher
 from trainer.recovery import CheckpointMeta, Recovered, recover
@@ -138,7 +146,7 @@ class Loop:
                 f"{self._step} at {self._version}"
             )
         seed = step_seed(config.run.seed, taken.step)
-        done = execute(self._engine, taken.groups, config, seed)
+        done = execute(self._engine, taken.groups, config.trainer, seed)
         snapshot = self._engine.snapshot(into=self._publisher.spare())
         version = Version(self._version.incarnation, taken.step)
         manifest = Manifest(
@@ -153,6 +161,7 @@ class Loop:
             skipped=done.skipped,
             dropped=taken.dropped,
             environment=self._engine.environment(),
+            settings=settings(config.trainer, config.sampling.temperature),
             metrics=self._metrics(taken, done, waited_s),
             staleness=staleness(taken.groups, taken.version),
             finished_at=time.time(),

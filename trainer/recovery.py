@@ -24,7 +24,7 @@ from connectors.kafka.client import Cluster, OffsetGone, Reader
 from connectors.records import Coordinate, Group, Manifest, Version
 from trainer.checkpoint import CheckpointStore, CorruptCheckpoint
 from trainer.engine import TrainingEngine
-from trainer.execute import Execution, execute
+from trainer.execute import Execution, execute, recorded
 from trainer.feed_state import FeedState, fresh
 from trainer.step_log import StepLog
 
@@ -129,7 +129,8 @@ def reexecute(
     with closing(Reader(cluster, topic, {})) as reader:
         for manifest in manifests:
             groups = read_groups(reader, manifest)
-            done = execute(engine, groups, config, manifest.seed, manifest.micro_batches)
+            trainer = recorded(config.trainer, manifest)
+            done = execute(engine, groups, trainer, manifest.seed, manifest.micro_batches)
             if (digest := engine.digest()) != manifest.digest:
                 raise ReexecutionDiffers(
                     f"step {manifest.step} executed again gives the digest {digest}; the log says "

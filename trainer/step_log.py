@@ -16,6 +16,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from connectors.kafka.client import Cluster, Producer, Reader
 from connectors.records import Begin, Manifest, StepRecord, decode_as, encode
@@ -31,34 +32,65 @@ class ChainBroken(ValueError):
     """A manifest that counts does not follow the one before it."""
 
 
+@dataclass(slots=True, kw_only=True)
+class Chain:
+    """The steps that count, folded from `steps` in offset order. `breaks` says which of them does
+    not follow the one before it."""
+
+    manifests: list[Manifest] = field(default_factory=list)
+    breaks: list[str] = field(default_factory=list)
+    num_fenced: int = 0
+    epoch: int = -1
+    _begun: bool = False
+    _first_step: int | None = None  # of a whole log; unknown for a trimmed one
+
+    def observe(self, offset: int, record: StepRecord) -> None:
+        if isinstance(record, Begin):
+            self.epoch, self._begun = offset, True
+            if offset == 0:
+                self._first_step = record.resumed_step + 1
+            return
+        if not self._begun and record.epoch > self.epoch:
+            # A trimmed log: its first manifests stand without their `Begin`, and the highest epoch
+            # among them is the one that counted (a lower one was fenced before the trimmed part
+            # ended).
+            self.manifests, self.breaks, self.epoch = [], [], record.epoch
+        if record.epoch != self.epoch:
+            self.num_fenced += 1
+            return
+        if not self.manifests and self._first_step not in (None, record.step):
+            self.breaks.append(f"the first step is {record.step}, not {self._first_step}")
+        self.breaks += _breaks(self.manifests[-1] if self.manifests else None, offset, record)
+        self.manifests.append(record)
+
+    @property
+    def step(self) -> int:
+        return self.manifests[-1].step if self.manifests else 0
+
+
+def _breaks(last: Manifest | None, offset: int, record: Manifest) -> Iterator[str]:
+    if last is None:
+        pass
+    elif record.step != last.step + 1:
+        yield f"step {record.step} at offset {offset} follows step {last.step}"
+    elif record.digest_before != last.digest:
+        yield (
+            f"step {record.step} starts from {record.digest_before}, step {last.step} ended at "
+            f"{last.digest}"
+        )
+    if record.skipped is not None and record.digest != record.digest_before:
+        yield f"step {record.step} was skipped but changed the weights"
+
+
 def chain(records: Iterable[tuple[int, StepRecord]]) -> list[Manifest]:
     """The manifests that count, in step order, from `(offset, record)` pairs in offset order.
-    ChainBroken where a step number is missing or appears twice.
-
-    The log may have been trimmed: its first manifests then stand without their `Begin`, and the
-    highest epoch among them is the one that counted (the lower ones were fenced by a `Begin` in the
-    trimmed part). A whole log, from offset 0, starts at the first `Begin`'s resumed step + 1.
-    """
-    counted: list[Manifest] = []
-    epoch, begun = -1, False
-    last: int | None = None
+    ChainBroken where one does not follow the one before it."""
+    found = Chain()
     for offset, record in records:
-        if isinstance(record, Begin):
-            epoch, begun = offset, True
-            if offset == 0:
-                last = record.resumed_step
-            continue
-        if not begun and record.epoch > epoch:
-            counted, epoch, last = [], record.epoch, None
-        if record.epoch != epoch:
-            continue
-        if last is not None and record.step != last + 1:
-            raise ChainBroken(
-                f"steps/{offset} is the manifest of step {record.step}; the chain's last is {last}"
-            )
-        counted.append(record)
-        last = record.step
-    return counted
+        found.observe(offset, record)
+    if found.breaks:
+        raise ChainBroken(found.breaks[0])
+    return found.manifests
 
 
 class StepLog:

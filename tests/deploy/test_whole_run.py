@@ -76,8 +76,9 @@ def test_a_trainer_stopped_in_the_middle_is_fenced_when_it_goes_on(
 def test_at_staleness_0_a_plain_loop_and_a_restart_give_the_recorded_training(
     tmp_path: Path, tiny_model_path: Path
 ) -> None:
-    """Ten steps with a restart after five: executed again in one go they give the same bits, and a
-    loop of torch alone, fed the recorded trajectories, the same losses."""
+    """Ten steps with a restart after five, which also halves the learning rate: executed again in
+    one go they give the same bits, and a loop of torch alone, fed the recorded trajectories, the
+    same losses."""
     run = SmallRun(
         tmp_path,
         tiny_model_path,
@@ -89,7 +90,7 @@ def test_at_staleness_0_a_plain_loop_and_a_restart_give_the_recorded_training(
         },
     )
     run.run_to_end("--stop-after-steps", 5)
-    run.run_to_end("--stop-after-steps", 10)
+    run.run_to_end("--stop-after-steps", 10, "--set", "trainer.learning_rate=5e-5")
     with opened(run.config, run.run_dir) as cluster:
         manifests = chain(read_steps(cluster))
         batches = _recorded(cluster, manifests)
@@ -101,7 +102,9 @@ def test_at_staleness_0_a_plain_loop_and_a_restart_give_the_recorded_training(
         "equal": True,
         "first_difference": None,
     }
-    losses = _plain_losses(tiny_model_path, batches, run.config.trainer.learning_rate)
+    rates = [float(m.settings["learning_rate"]) for m in manifests]
+    assert rates == [1e-4] * 5 + [5e-5] * 5
+    losses = _plain_losses(tiny_model_path, batches, rates)
     np.testing.assert_allclose([m.metrics["loss"] for m in manifests], losses, atol=1e-5)
 
 
@@ -110,15 +113,18 @@ def _recorded(cluster: Cluster, manifests: list[Manifest]) -> list[list[Group]]:
         return [read_groups(reader, manifest) for manifest in manifests]
 
 
-def _plain_losses(model_path: Path, steps: list[list[Group]], learning_rate: float) -> list[float]:
+def _plain_losses(
+    model_path: Path, steps: list[list[Group]], learning_rates: list[float]
+) -> list[float]:
     """GRPO with truncated importance weights, row by row, written from the formulas alone."""
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     losses = []
-    for groups in steps:
+    for groups, learning_rate in zip(steps, learning_rates, strict=True):
+        optimizer.param_groups[0]["lr"] = learning_rate
         tokens = []
         for group in groups:
             rewards = np.array([t.reward for t in group.trajectories])

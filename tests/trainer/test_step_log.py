@@ -13,7 +13,7 @@ def begin(resumed_step: int = 0) -> Begin:
     return Begin(epoch=None, writer="test", resumed_step=resumed_step, started_at=0.0)
 
 
-def manifest(step: int, epoch: int, digest: str = "") -> Manifest:
+def manifest(step: int, epoch: int, digest: str | None = None) -> Manifest:
     return Manifest(
         step=step,
         epoch=epoch,
@@ -21,8 +21,8 @@ def manifest(step: int, epoch: int, digest: str = "") -> Manifest:
         records=(),
         micro_batches=(),
         seed=0,
-        digest_before="",
-        digest=digest,
+        digest_before=f"d{step - 1}",
+        digest=digest or f"d{step}",
     )
 
 
@@ -55,12 +55,17 @@ def test_of_two_trainers_that_begin_at_once_the_later_one_counts() -> None:
 
 @pytest.mark.parametrize("step", [1, 2, 4])
 def test_a_step_that_is_missing_or_twice_breaks_the_chain(step: int) -> None:
-    with pytest.raises(ChainBroken, match=f"step {step}; the chain's last is 2"):
+    with pytest.raises(ChainBroken, match=f"step {step} at offset 3 follows step 2"):
         steps_of([begin(), manifest(1, 0), manifest(2, 0), manifest(step, 0)])
 
 
+def test_weights_that_changed_between_two_steps_break_the_chain() -> None:
+    with pytest.raises(ChainBroken, match="step 2 starts from d1, step 1 ended at other"):
+        steps_of([begin(), manifest(1, 0, "other"), manifest(2, 0)])
+
+
 def test_a_whole_log_must_start_at_the_first_step() -> None:
-    with pytest.raises(ChainBroken, match="the chain's last is 0"):
+    with pytest.raises(ChainBroken, match="the first step is 2, not 1"):
         steps_of([begin(), manifest(2, 0)])
 
 
@@ -98,7 +103,7 @@ def test_what_was_appended_is_read_again_after_a_step(log: Cluster) -> None:
     steps = StepLog(log)
     epoch = steps.begin(0)
     for step in (1, 2, 3):
-        steps.append(manifest(step, epoch, digest=f"d{step}"))
+        steps.append(manifest(step, epoch))
     assert [m.digest for m in steps.manifests()] == ["d1", "d2", "d3"]
     assert [m.digest for m in steps.manifests(after_step=2)] == ["d3"]
     steps.close()
@@ -109,12 +114,12 @@ def test_a_trainer_that_was_stopped_while_another_began_is_fenced_when_it_goes_o
 ) -> None:
     stopped, newer = StepLog(log), StepLog(log)
     old = stopped.begin(0)
-    stopped.append(manifest(1, old, "old"))
+    stopped.append(manifest(1, old))
     new = newer.begin(0)
     with pytest.raises(Fenced, match=f"began epoch {new}; epoch {old} is fenced"):
         stopped.append(manifest(2, old, "old"))
     newer.append(manifest(2, new, "new"))
-    assert [m.digest for m in newer.manifests()] == ["old", "new"]
+    assert [m.digest for m in newer.manifests()] == ["d1", "new"]
     stopped.close()
     newer.close()
 
