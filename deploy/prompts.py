@@ -15,12 +15,15 @@ import msgspec
 
 from connectors.config import Config, ConfigError, load
 from connectors.kafka.client import Producer, ensure_topics
+from connectors.kafka.locate import topics
 from connectors.prompt_lines import GENERATOR_PREFIX, open_lines
 from connectors.records import Prompt, encode
 from connectors.run_dir import RunDir
 from deploy import run_folder
 from deploy.log import opened
 
+FLUSH_EVERY: Final = 1000
+"""Records held in memory at most."""
 MAX_PROBLEMS: Final = 5
 """Lines explained one by one; the rest is counted."""
 
@@ -63,7 +66,7 @@ def load_prompts(
     loaded = Loaded()
     with opened(config, run_dir) as cluster:
         partitions = config.kafka.partitions
-        ensure_topics(cluster, {"prompts": partitions})
+        ensure_topics(cluster, topics(partitions))
         producer = Producer(cluster)
         for where, line in found:
             prompt = _checked(line, where, task, config, loaded)
@@ -72,6 +75,8 @@ def load_prompts(
                 partition = loaded.written % partitions
                 producer.send(cluster.topic("prompts"), partition, encode(prompt), key=key)
                 loaded.written += 1
+                if loaded.written % FLUSH_EVERY == 0:
+                    producer.flush()
         producer.flush()
         producer.close()
     return loaded

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from connectors.config import Config
 from connectors.kafka.client import ensure_topics
-from connectors.kafka.locate import cluster
+from connectors.kafka.locate import cluster, topics
 from connectors.run_dir import RunDir
 from deploy import curve, errors, health, run_folder
 from deploy.errors import EnvironmentFailure
@@ -37,7 +37,6 @@ SHOW_S: Final = 0.5
 EVALUATION_S: Final = 60.0
 """How long the end of a run waits for the evaluation of its last version."""
 _STOP_ORDER: Final = (("trainer",), ("evaluate", "feeder", "dataflow"), ("engine",))
-TOPICS: Final = ("prompts", "rollouts", "trajectories", "dead-letters", "evaluations")
 
 
 def run(
@@ -146,10 +145,9 @@ class Job:
                 raise EnvironmentFailure(f"the broker does not listen after {START_S:.0f} s")
         if self._interrupts:
             return
-        partitions = dict.fromkeys(TOPICS, self._config.kafka.partitions)
         ensure_topics(
             cluster(self._config, self._run_dir, unavailable_s=30.0),
-            {**partitions, "policy": 1, "steps": 1},
+            topics(self._config.kafka.partitions),
         )
         for name in rest:
             self._supervisor.release(name)

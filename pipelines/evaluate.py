@@ -14,7 +14,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, Final, TypeVar
@@ -69,25 +69,24 @@ def evaluate(config: Config, run_dir: RunDir, stop: threading.Event) -> None:
 
 
 async def follow(config: Config, cluster: Cluster, engine: Engine, stop: threading.Event) -> None:
-    """Evaluates each due version once, the newest first if several became due meanwhile."""
+    """Evaluates each task at the first announced version of every `eval.every_versions`; only the
+    newest if several became due meanwhile."""
     held_out = HeldOut(config, engine)
-    done = await asyncio.to_thread(_done, cluster)
+    newest = await asyncio.to_thread(_newest, cluster)
     tail, producer = PolicyTail(cluster), Producer(cluster)
     try:
         while not stop.is_set():
-            due: Version | None = None
-            for _, announcement in await asyncio.to_thread(tail.poll, POLL_S):
-                if announcement.version.number % config.eval.every_versions == 0:
-                    due = announcement.version
-            for task in held_out.tasks if due is not None else ():
-                if due is None or (task, due) in done:
+            announced = [a.version for _, a in await asyncio.to_thread(tail.poll, POLL_S)]
+            for task in held_out.tasks:
+                version = _due(announced, newest.get(task), config.eval.every_versions)
+                if version is None:
                     continue
-                result = await _unless(stop, held_out.evaluate(task, due))
+                result = await _unless(stop, held_out.evaluate(task, version))
                 if result is None:
                     return
-                done.add((task, due))
+                newest[task] = version
                 if result.num_prompts == 0:
-                    logger.warning("evaluation of %s at %s: every prompt failed", task, due)
+                    logger.warning("evaluation of %s at %s: every prompt failed", task, version)
                     continue
                 await asyncio.to_thread(_write, producer, cluster, result)
     finally:
@@ -194,11 +193,21 @@ def _asked(prompt: Prompt) -> str:
     return prompt.prompt if prompt.prompt is not None else str(prompt.token_ids)
 
 
-def _done(cluster: Cluster) -> set[tuple[str, Version]]:
-    """What earlier starts evaluated."""
+def _due(announced: Sequence[Version], last: Version | None, every: int) -> Version | None:
+    """The newest announced version that reached another multiple of `every` than the last
+    evaluated one. Versions may be overtaken while they wait to be published, so a multiple itself
+    may never be announced."""
+    reached = -1 if last is None else last.number // every
+    found = [v for v in announced if v.number // every > reached]
+    by_multiple = {v.number // every: v for v in reversed(found)}
+    return by_multiple[max(by_multiple)] if by_multiple else None
+
+
+def _newest(cluster: Cluster) -> dict[str, Version]:
+    """The newest version earlier starts evaluated, by task."""
     records = read_all(cluster, cluster.topic("evaluations"), [0])
     evaluations: list[Evaluation] = [decode_as(record.value, Evaluation) for record in records]
-    return {(e.task, e.version) for e in evaluations}
+    return {e.task: e.version for e in sorted(evaluations, key=lambda e: e.version)}
 
 
 def _write(producer: Producer, cluster: Cluster, result: Evaluation) -> None:

@@ -24,7 +24,9 @@ from bytewax.errors import BytewaxRuntimeError
 from bytewax.recovery import RecoveryConfig, init_db_dir
 
 from connectors.config import Config
+from connectors.engines.client import EnginePool
 from connectors.engines.types import Engine
+from connectors.kafka.async_op import end_work
 from connectors.kafka.client import (
     BrokerUnavailable,
     Cluster,
@@ -33,6 +35,7 @@ from connectors.kafka.client import (
     partition_counts,
 )
 from connectors.kafka.locate import cluster as find_cluster
+from connectors.kafka.locate import topics
 from connectors.kafka.source import STOP, StopFlag
 from connectors.run_dir import RunDir
 from connectors.text import Text
@@ -73,8 +76,9 @@ def run_dataflow(
     _stop_on_signals(stop)
     text = Text(config.resolve(config.model.path))
     rollout = rewards = None
+    pool = EnginePool(lambda: run_dir.engine_urls(config))
     if "rollout" in stages:
-        rollout = rollout_operator(config, engine or _engines(config, run_dir), text)
+        rollout = rollout_operator(config, engine or pool, text)
     if "reward" in stages:
         rewards = rewards_operator(config, text)
     with _locked(folder):
@@ -84,7 +88,10 @@ def run_dataflow(
         flow = build(cluster, rollout, rewards, stop)
         _prepare_recovery(folder, flow, cluster, stages)
         run_dir.register(name)
-        _run(flow, RecoveryConfig(folder))
+        try:
+            _run(flow, RecoveryConfig(folder))
+        finally:
+            end_work(pool.close)
 
 
 def build(
@@ -102,26 +109,16 @@ def build(
 def wait_for_log(config: Config, run_dir: RunDir, stop: StopFlag) -> Cluster | None:
     """The cluster with all topics in place; None when told to stop while waiting for it."""
     deadline = time.monotonic() + BROKER_WAIT_S
-    many = config.kafka.partitions
-    topics = dict.fromkeys(
-        ("prompts", "rollouts", "trajectories", "dead-letters", "evaluations"), many
-    ) | {"policy": 1, "steps": 1}
     while not stop.is_set():
         try:
             cluster = find_cluster(config, run_dir)
-            ensure_topics(cluster, topics)
+            ensure_topics(cluster, topics(config.kafka.partitions))
             return cluster
         except BrokerUnavailable:
             if time.monotonic() > deadline:
                 raise
             stop.wait(0.2)
     return None
-
-
-def _engines(config: Config, run_dir: RunDir) -> Engine:
-    from connectors.engines.client import EnginePool
-
-    return EnginePool(lambda: run_dir.engine_urls(config))
 
 
 def _stop_on_signals(stop: StopFlag) -> None:

@@ -11,13 +11,14 @@ flight again by their offsets and submits them anew.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from bytewax.operators import StatefulBatchLogic
 
@@ -40,6 +41,25 @@ def work_loop() -> asyncio.AbstractEventLoop:
             _loop = asyncio.new_event_loop()
             threading.Thread(target=_loop.run_forever, name="work", daemon=True).start()
         return _loop
+
+
+async def _cancel_work() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+def end_work(close: Callable[[], Coroutine[Any, Any, None]], timeout_s: float = 5.0) -> None:
+    """Cancels all work of this process, which the snapshot still holds, then awaits `close()` on
+    the same loop: clients end without open connections. Gives up after `timeout_s`."""
+
+    async def end() -> None:
+        await _cancel_work()
+        await close()
+
+    with contextlib.suppress(TimeoutError):
+        asyncio.run_coroutine_threadsafe(end(), work_loop()).result(timeout_s)
 
 
 class AsyncWork(Generic[X]):

@@ -1,10 +1,16 @@
-"""The cluster a configuration means: Apache Kafka where it names one, else the run's embedded broker."""
+"""The cluster a configuration means: Apache Kafka if it names one, else the embedded broker."""
 
 from __future__ import annotations
 
 from connectors.config import Config
 from connectors.kafka.client import BrokerUnavailable, Cluster
 from connectors.run_dir import RunDir
+
+
+def topics(partitions: int) -> dict[str, int]:
+    """Every topic of a run (without namespace) and its partition count."""
+    many = ("prompts", "rollouts", "trajectories", "dead-letters", "evaluations")
+    return dict.fromkeys(many, partitions) | {"policy": 1, "steps": 1}
 
 
 def cluster(config: Config, run_dir: RunDir, *, unavailable_s: float = 60.0) -> Cluster:

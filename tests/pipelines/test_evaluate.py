@@ -14,7 +14,7 @@ from connectors.config import Config, parse
 from connectors.engines.types import GenerateRequest
 from connectors.kafka.client import Cluster, Producer, ensure_topics, read_all
 from connectors.records import Announcement, Evaluation, Version, decode_as, encode
-from pipelines.evaluate import follow
+from pipelines.evaluate import _due, follow
 from tests.operators.engine_fake import END, FakeEngine, tokenizer
 
 NUM_PROMPTS = 6
@@ -122,6 +122,26 @@ def test_due_versions_are_evaluated_once_greedily_on_the_same_prompts(
     assert {r.sampling.temperature for r in requests} == {0.0}
     assert {r.sampling.max_tokens for r in requests} == {5}
     assert {r.min_version for r in requests if "0.2" in r.request_id} == {Version(0, 2)}
+
+
+@pytest.mark.parametrize(
+    ("announced", "last", "due"),
+    [
+        ([0], None, 0),
+        ([0, 1, 2], 0, 2),
+        ([1], 0, None),
+        ([3], 0, 3),  # version 2 was overtaken before it was published
+        ([3, 4, 5], 0, 4),
+        ([2, 3], 2, None),
+        ([7], 2, 7),
+    ],
+)
+def test_a_version_that_was_never_announced_is_evaluated_at_the_next(
+    announced: list[int], last: int | None, due: int | None
+) -> None:
+    versions = [Version(0, number) for number in announced]
+    found = _due(versions, None if last is None else Version(0, last), 2)
+    assert found == (None if due is None else Version(0, due))
 
 
 def test_a_restarted_evaluation_repeats_nothing(config: Config, cluster: Cluster) -> None:
