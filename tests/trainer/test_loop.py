@@ -1,0 +1,189 @@
+"""The training loop on a real engine, log and checkpoint store; feed and publisher are played."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from connectors.config import Config, parse
+from connectors.kafka.client import Cluster, ensure_topics
+from connectors.records import Coordinate, Group, Origin, Prompt, Segment, Trajectory, Version
+from connectors.weights import Snapshot
+from trainer.checkpoint import CheckpointStore
+from trainer.engine import TrainingEngine
+from trainer.feed import StepInput
+from trainer.feed_state import fresh
+from trainer.loop import Loop
+from trainer.recovery import Recovered
+from trainer.step_log import Fenced, StepLog
+from trainer.tensorboard import Curves
+
+
+def group(step: int) -> Group:
+    rng = np.random.default_rng(step)
+    group_id = f"p/0/{step}"
+    rows = tuple(
+        Trajectory(
+            trajectory_id=f"{group_id}/{k}",
+            group_id=group_id,
+            task="a",
+            tokens=rng.integers(4, 260, 8).astype(np.int32),
+            loss_mask=np.array([0, 0, 0, 1, 1, 1, 1, 1], np.int8),
+            logprobs=np.where(np.arange(8) < 3, np.nan, -5.0).astype(np.float32),
+            segments=(Segment(3, 8, 0, step - 1),),
+            origin=Origin("p", 0, step),
+            reward=float(k),
+        )
+        for k in range(2)
+    )
+    return Group(group_id=group_id, prompt=Prompt(task="a", prompt="x"), trajectories=rows)
+
+
+class PlayedFeed:
+    def __init__(self, num_steps: int) -> None:
+        self._steps = deque(range(1, num_steps + 1))
+
+    def take(self, timeout_s: float) -> StepInput | None:
+        if not self._steps:
+            return None
+        step = self._steps.popleft()
+        return StepInput(
+            step=step,
+            version=Version(0, step - 1),
+            records=(Coordinate(0, step, 0, f"p/0/{step}"),),
+            groups=(group(step),),
+            dropped=(),
+            snapshot=fresh(1),
+        )
+
+
+class PlayedPublisher:
+    last_seconds = 0.5
+
+    def __init__(self) -> None:
+        self.submitted: list[tuple[Version, str, bool | None]] = []
+
+    def spare(self) -> Snapshot | None:
+        return None
+
+    def submit(
+        self, snapshot: Snapshot, version: Version, master_changed: bool | None = None
+    ) -> None:
+        self.submitted.append((version, snapshot.digest, master_changed))
+
+    def check(self) -> None:
+        return None
+
+    def wait_published(self, version: Version, timeout_s: float) -> bool:
+        return True
+
+
+class PoisonedEngine(TrainingEngine):
+    """The gradient of the second step is NaN."""
+
+    num_steps = 0
+
+    def step(self, *arguments: Any, **named: Any) -> Any:
+        self.num_steps += 1
+        if self.num_steps != 2:
+            return super().step(*arguments, **named)
+        hook = self.named_parameters()[3][1].register_hook(lambda gradient: gradient * float("nan"))
+        try:
+            return super().step(*arguments, **named)
+        finally:
+            hook.remove()
+
+
+class World:
+    def __init__(self, cluster: Cluster, model: Path, folder: Path, num_steps: int) -> None:
+        ensure_topics(cluster, {"steps": 1, "policy": 1})
+        self.config: Config = parse(
+            {
+                "model": {"path": str(model)},
+                "tasks": {"a": {"reward": "exact_match", "group_size": 2}},
+                "trainer": {"num_steps": num_steps, "learning_rate": 1e-3},
+                "checkpoint": {"every_steps": 2},
+            },
+            base_dir="",
+        )
+        self.engine = PoisonedEngine(model, self.config.trainer, self.config.model, 1.0)
+        self.steps = StepLog(cluster)
+        self.publisher = PlayedPublisher()
+        self.store = CheckpointStore(folder / "checkpoints", keep=5)
+        self.store.clean()
+        self.curves = Curves(folder / "curves", 0)
+        self.start = self.engine.digest()
+        recovered = Recovered(
+            epoch=self.steps.begin(0),
+            step=0,
+            version=Version(0, 0),
+            digest=self.start,
+            state=fresh(1),
+            manifests=(),
+        )
+        self.loop = Loop(
+            self.config, self.engine, self.steps, PlayedFeed(num_steps), self.publisher,
+            self.store, self.curves, recovered,
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    def close(self) -> None:
+        self.engine.close()
+        self.steps.close()
+        self.curves.close()
+
+
+@pytest.fixture
+def world(cluster: Cluster, tiny_model_path: Path, tmp_path: Path) -> Iterator[World]:
+    made = World(cluster, tiny_model_path, tmp_path, num_steps=3)
+    yield made
+    made.close()
+
+
+def test_a_nan_gradient_skips_the_step_keeps_the_weights_and_is_announced(world: World) -> None:
+    world.loop.run(threading.Event())
+    first, second, third = world.steps.manifests()
+    assert (first.skipped, second.skipped, third.skipped) == (None, "nan_gradient", None)
+    assert world.start != first.digest
+    assert second.digest == first.digest != third.digest
+    # The skipped version is submitted under its own number with the bytes of before: a relabelling.
+    assert world.publisher.submitted == [
+        (Version(0, 0), world.start, None),
+        (Version(0, 1), first.digest, True),
+        (Version(0, 2), first.digest, False),
+        (Version(0, 3), third.digest, True),
+    ]
+    assert world.store.steps() == [2, 3]  # every two steps, and the last
+
+
+def test_a_stop_ends_after_the_step_at_hand_with_a_checkpoint(world: World) -> None:
+    stop = threading.Event()
+    publish = world.publisher.submit
+
+    def submit(snapshot: Snapshot, version: Version, master_changed: bool | None = None) -> None:
+        publish(snapshot, version, master_changed)
+        if version.number == 1:
+            stop.set()
+
+    world.publisher.submit = submit  # type: ignore[method-assign]
+    world.loop.run(stop)
+    assert [m.step for m in world.steps.manifests()] == [1]
+    assert world.store.steps() == [1]
+
+
+def test_a_fenced_trainer_publishes_and_checkpoints_nothing_more(
+    world: World, cluster: Cluster
+) -> None:
+    newer = StepLog(cluster)
+    newer.begin(0)
+    newer.close()
+    with pytest.raises(Fenced):
+        world.loop.run(threading.Event())
+    assert [version for version, _, _ in world.publisher.submitted] == [Version(0, 0)]
+    assert world.store.steps() == []
+    assert world.steps.manifests() == []
