@@ -8,9 +8,12 @@ import difflib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+GROUP_ESTIMATORS: Final = frozenset({"grpo"})
+"""Advantages that compare the trajectories of one prompt."""
 
 
 class ConfigError(ValueError):
@@ -114,9 +117,9 @@ class Trainer(Section):
     groups_per_step: int = Field(8, ge=1)
     learning_rate: float = Field(1e-6, ge=0)
     num_steps: int = Field(100, ge=1)
-    advantage: str = "grpo"
-    loss: str = "ppo"
-    correction: str = "tis"
+    advantage: Literal["grpo"] = "grpo"
+    loss: Literal["ppo"] = "ppo"
+    correction: Literal["tis", "none"] = "tis"
     """`tis`: weight each token by min(exp(prox - behaviour), cap); `none`."""
     correction_cap: float = Field(2.0, gt=0)
     clip_low: float = Field(0.2, gt=0)
@@ -165,10 +168,31 @@ class Config(Section):
         return Path(self.base_dir, path).expanduser()
 
     @model_validator(mode="after")
-    def _one_broker(self) -> Config:
+    def _consistent(self) -> Config:
         if self.kafka.bootstrap_servers is None and not self.broker.embedded:
             raise ValueError("kafka.bootstrap_servers is needed when broker.embedded = false")
+        for key, (only, value) in self._single_choices().items():
+            if value != only:
+                raise ValueError(f"{key}: only {only!r} is available yet, got {value!r}")
+        for name, task in self.tasks.items():
+            if self.trainer.advantage in GROUP_ESTIMATORS and task.group_size < 2:
+                raise ValueError(
+                    f"tasks.{name}.group_size: {self.trainer.advantage} compares the trajectories "
+                    f"of a group, so it needs at least 2, got {task.group_size}"
+                )
         return self
+
+    def _single_choices(self) -> dict[str, tuple[Any, Any]]:
+        """Keys that have their name and one value; refusing the others beats ignoring them."""
+        return {
+            "run.launcher": ("local", self.run.launcher),
+            "engine.kind": ("hf", self.engine.kind),
+            "staleness.at_deadline": ("wait", self.staleness.at_deadline),
+            "rollout.inflight": ("keep", self.rollout.inflight),
+            "rollout.oversample": (0, self.rollout.oversample),
+            "trainer.num_ranks": (1, self.trainer.num_ranks),
+            "trainer.zero_stage": (1, self.trainer.zero_stage),
+        }
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -221,7 +245,8 @@ def _one_line(error: ValidationError) -> str:
         return f"unknown key {where}{_nearest(first['loc'])}{more}"
     if first["type"] == "missing":
         return f"{where} is required{more}"
-    rule = first["msg"][:1].lower() + first["msg"][1:]
+    rule = first["msg"].removeprefix("Value error, ")
+    rule = rule[:1].lower() + rule[1:]
     if not where:
         return f"{rule}{more}"
     return f"{where}: {rule}, got {first['input']!r}{more}"

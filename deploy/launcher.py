@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 import headwater
-from connectors.config import Config, ConfigError
+from connectors.config import Config
 from connectors.run_dir import RunDir
 
 # One thread a role: on a laptop the roles are the parallelism, and more threads fight for two
@@ -112,9 +112,7 @@ class LocalLauncher:
 
 
 def launcher(config: Config, run_dir: RunDir) -> Launcher:
-    """The launcher `run.launcher` names; ConfigError for one that does not exist yet."""
-    if config.run.launcher == "ray":
-        raise ConfigError("run.launcher: 'ray' is not available yet, use 'local'")
+    """The launcher `run.launcher` names: the local one, until there is another."""
     return LocalLauncher(run_dir)
 
 

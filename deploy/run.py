@@ -31,6 +31,7 @@ from deploy.output import answer, stdout_for_answer
 from deploy.supervisor import Gang, RoleHealth, Supervisor
 from deploy.view import RunView, status_lines
 from deploy.watch import Watch
+from trainer.feed import configured_policy
 
 TICK_S: Final = 0.1
 SHOW_S: Final = 0.5
@@ -44,6 +45,7 @@ def run(
 ) -> int:
     """Runs until the steps are done or Ctrl-C; the exit code. ConfigError, EnvironmentFailure and
     RunFailed when it cannot go on."""
+    configured_policy(config)  # says what is wrong with it before anything starts
     starter = launcher(config, run_dir)
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     with stdout_for_answer(as_json), run_folder.locked(run_dir):

@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
+import bytewax.operators as op
 import msgspec
 from bytewax._bytewax import cli_main
 from bytewax.dataflow import Dataflow
@@ -36,13 +37,19 @@ from connectors.kafka.client import (
 )
 from connectors.kafka.locate import cluster as find_cluster
 from connectors.kafka.locate import topics
-from connectors.kafka.source import STOP, StopFlag
+from connectors.kafka.source import STOP, SourceOf, StopFlag
 from connectors.run_dir import RunDir
 from connectors.text import Text
 from operators.rewards import Rewards
 from operators.rollout import Rollout
-from pipelines.reward import DropBefore, reward_half, rewards_operator, score
-from pipelines.rollout import roll, rollout_half, rollout_operator
+from pipelines.reward import (
+    DropBefore,
+    reward_half,
+    rewards_operator,
+    rollouts_source,
+    score,
+)
+from pipelines.rollout import prompts_source, roll, rollout_half, rollout_operator
 
 EPOCH_S: Final = 1.0
 """Between snapshots: what a killed job regenerates, and how often it writes a few KB."""
@@ -99,10 +106,17 @@ def build(
 ) -> Dataflow:
     """The dataflow of the halves given. Its step names are in the snapshots: never rename one."""
     flow = Dataflow("headwater")
+    sources = {}
     if rollout is not None:
-        rollout_half(flow, cluster, roll(rollout, cluster), stop)
+        sources["prompts"] = prompts_source(cluster, stop)
     if rewards is not None:
-        reward_half(flow, cluster, score(rewards, DropBefore(cluster), cluster), stop)
+        sources["rollouts"] = rollouts_source(cluster, stop)
+    log = op.input("log", flow, SourceOf(sources))
+    split = op.branch("topic", log, lambda pair: pair[1].origin.topic == cluster.topic("prompts"))
+    if rollout is not None:
+        rollout_half(split.trues, cluster, roll(rollout, cluster), stop)
+    if rewards is not None:
+        reward_half(split.falses, cluster, score(rewards, DropBefore(cluster), cluster), stop)
     return flow
 
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 import bytewax.operators as op
-from bytewax.dataflow import Dataflow
+from bytewax.dataflow import Stream
 
 from connectors.arrow import CorruptRecord
 from connectors.config import Config, ConfigError
@@ -39,9 +39,12 @@ Work = Callable[[Item], Awaitable[Sequence[Routed]]]
 POLICY_POLL_S: Final = 0.25
 
 
-def reward_half(flow: Dataflow, cluster: Cluster, work: Work, stop: StopFlag = STOP) -> None:
-    """Adds the half to `flow`; `work` is `score(...)`."""
-    rollouts = op.input("rollouts", flow, LogSource(cluster, "rollouts", granted=False, stop=stop))
+def rollouts_source(cluster: Cluster, stop: StopFlag = STOP) -> LogSource:
+    return LogSource(cluster, "rollouts", granted=False, stop=stop)
+
+
+def reward_half(rollouts: Stream, cluster: Cluster, work: Work, stop: StopFlag = STOP) -> None:
+    """What becomes of the items of `rollouts_source`; `work` is `score(...)`."""
     first = op.stateful_flat_map("first_terminal", rollouts, _first_terminal)
     refetch = ItemReader(cluster, "rollouts")
     scored = op.stateful_batch("score", first, AsyncWork(work, refetch, stop=stop))

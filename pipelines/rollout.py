@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 import bytewax.operators as op
-from bytewax.dataflow import Dataflow
+from bytewax.dataflow import Stream
 
 from connectors.config import Config, ConfigError
 from connectors.engines.types import Engine, Sampling
@@ -28,9 +28,12 @@ from pipelines.terminals import outgoing
 Work = Callable[[Item], Awaitable[Sequence[Routed]]]
 
 
-def rollout_half(flow: Dataflow, cluster: Cluster, work: Work, stop: StopFlag = STOP) -> None:
-    """Adds the half to `flow`; `work` is `roll(...)`."""
-    prompts = op.input("prompts", flow, LogSource(cluster, "prompts", granted=True, stop=stop))
+def prompts_source(cluster: Cluster, stop: StopFlag = STOP) -> LogSource:
+    return LogSource(cluster, "prompts", granted=True, stop=stop)
+
+
+def rollout_half(prompts: Stream, cluster: Cluster, work: Work, stop: StopFlag = STOP) -> None:
+    """What becomes of the items of `prompts_source`; `work` is `roll(...)`."""
     refetch = ItemReader(cluster, "prompts")
     rolled = op.stateful_batch("roll", prompts, AsyncWork(work, refetch, stop=stop))
     write("rollout", rolled, cluster, "rollouts")

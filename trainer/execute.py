@@ -10,20 +10,17 @@ from typing import Final
 
 import numpy as np
 
-from connectors.config import Config, ConfigError, Trainer
+from connectors.config import GROUP_ESTIMATORS, Config, Trainer
 from connectors.records import Group, Manifest, Trajectory, Version
 from trainer import batches
-from trainer.advantages import ESTIMATORS, advantage
+from trainer.advantages import advantage
 from trainer.engine import TrainingEngine
-from trainer.losses import CORRECTIONS, LOSSES
 
 SETTINGS: Final = (
     "advantage", "loss", "correction", "correction_cap", "clip_low", "clip_high",
     "learning_rate", "weight_decay", "max_grad_norm",
 )  # fmt: skip
 """Keys of `[trainer]` that a step's weights depend on; recorded in its manifest."""
-
-GROUP_ESTIMATORS: Final = frozenset({"grpo"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,25 +35,6 @@ class Execution:
     skipped: str | None
     metrics: Mapping[str, float]
     master_changed: bool
-
-
-def check(config: Config) -> None:
-    """ConfigError for names or combinations the trainer does not have."""
-    trainer = config.trainer
-    for key, value, known in (
-        ("advantage", trainer.advantage, ESTIMATORS),
-        ("loss", trainer.loss, LOSSES),
-        ("correction", trainer.correction, CORRECTIONS),
-    ):
-        if value not in known:
-            raise ConfigError(f"trainer.{key}: {value!r} is unknown; known: {', '.join(known)}")
-    if trainer.advantage in GROUP_ESTIMATORS:
-        for name, task in config.tasks.items():
-            if task.group_size < 2:
-                raise ConfigError(
-                    f"tasks.{name}.group_size: {trainer.advantage} compares the trajectories of a "
-                    f"group, so it needs at least 2, got {task.group_size}"
-                )
 
 
 def training_engine(config: Config) -> TrainingEngine:

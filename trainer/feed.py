@@ -93,9 +93,15 @@ def configured_policy(config: Config) -> StalenessPolicy[Any]:
     if section.policy == "n-step-off":
         parameters.setdefault("n", section.lookahead)
     try:
-        return named_policy(section.policy, **parameters)
+        policy = named_policy(section.policy, **parameters)
     except ValueError as error:
         raise ConfigError(f"staleness: {error}") from error
+    if section.bound not in (None, policy.bound):
+        raise ConfigError(
+            f"staleness.bound: {policy.name} bounds every token at {policy.bound}, got "
+            f"{section.bound} (change the policy or its parameters, or leave bound out)"
+        )
+    return policy
 
 
 class Feed:

@@ -29,7 +29,6 @@ from trainer.checkpoint import CheckpointStore
 from trainer.engine import TrainingEngine
 from trainer.execute import (
     Execution,
-    check,
     execute,
     settings,
     staleness,
@@ -51,7 +50,6 @@ TAKE_S: Final = 0.5
 def train(config: Config, run_dir: RunDir, stop: threading.Event | None = None) -> None:
     """Runs the trainer until `trainer.num_steps` or SIGTERM (which ends it after the step at hand).
     ConfigError, Fenced, ReexecutionDiffers, CheckpointFailed, BrokerUnavailable end it."""
-    check(config)
     policy = configured_policy(config)
     stop = stop or _until_terminated()
     cluster = locate(config, run_dir)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final
@@ -80,6 +80,27 @@ class LogSource(FixedPartitionedSource):  # type: ignore[misc]
             resume_state = (reader.starts()[partition], 0, -1, 0)
         grants = _Grants(self._cluster, partition, resume_state) if self._granted else None
         return SourcePart(reader, topic, partition, resume_state[0], grants, self._stop)
+
+
+class SourceOf(FixedPartitionedSource):  # type: ignore[misc]
+    """Several sources as one input step; `Item.origin` says which topic an item is of.
+
+    bytewax times epochs a part, and a part that ended one waits until the whole dataflow has. Two
+    input steps, started at different moments, so stall each other for up to an epoch in every
+    epoch; the parts of one step start together."""
+
+    def __init__(self, sources: Mapping[str, LogSource]) -> None:
+        """`sources` by name; part `p` of source `s` is `s/p`."""
+        self._sources = sources
+
+    def list_parts(self) -> list[str]:
+        return [f"{name}/{part}" for name, s in self._sources.items() for part in s.list_parts()]
+
+    def build_part(
+        self, step_id: str, for_part: str, resume_state: SourceState | None
+    ) -> SourcePart:
+        name, part = for_part.split("/")
+        return self._sources[name].build_part(step_id, part, resume_state)
 
 
 class SourcePart(StatefulSourcePartition):  # type: ignore[misc]

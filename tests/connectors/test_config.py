@@ -36,6 +36,16 @@ def config_file(tmp_path: Path, text: str) -> Path:
             "eval.every_versions: input should be a valid integer",
         ),
         ("base_dir = '/'", "unknown key base_dir"),
+        (
+            "[trainer]\nadvantage = 'grpoo'",
+            "trainer.advantage: input should be 'grpo', got 'grpoo'",
+        ),
+        ("[engine]\nkind = 'vllm'", "engine.kind: only 'hf' is available yet, got 'vllm'"),
+        ("[rollout]\noversample = 2", "rollout.oversample: only 0 is available yet, got 2"),
+        (
+            "[tasks.b]\nreward = 'x'\ngroup_size = 1",
+            "tasks.b.group_size: grpo compares the trajectories of a group, so it needs at least 2",
+        ),
     ],
 )
 def test_a_wrong_key_or_value_is_one_line_that_names_it(
@@ -63,10 +73,10 @@ def test_a_task_without_reward_and_a_file_that_is_none_are_refused(tmp_path: Pat
 def test_overrides_are_toml_values_or_plain_text(tmp_path: Path) -> None:
     config = load(
         config_file(tmp_path, MINIMAL),
-        ["trainer.num_steps=7", "engine.kind=vllm", "tasks.a.repeat=true", "model.path=other"],
+        ["trainer.num_steps=7", "run.name=other", "tasks.a.repeat=true", "model.path=other"],
     )
     assert config.trainer.num_steps == 7
-    assert config.engine.kind == "vllm"
+    assert config.run.name == "other"
     assert config.tasks["a"].repeat is True
     assert config.model.path == "other"
     with pytest.raises(ConfigError, match="is not key=value"):
