@@ -25,10 +25,19 @@ from trainer.step_log import chain, read_steps
 def test_each_role_may_be_killed_in_turn_and_nothing_is_lost_or_trained_twice(
     tmp_path: Path, tiny_model_path: Path
 ) -> None:
-    run = SmallRun(tmp_path, tiny_model_path, settings={"trainer.num_steps": 1000})
+    run = SmallRun(
+        tmp_path,
+        tiny_model_path,
+        settings={
+            "trainer.num_steps": 1000,
+            "tasks.even.eval_prompts": "prompts.jsonl",
+            "eval.every_versions": 5,
+            "eval.max_prompts": 4,
+        },
+    )
     with run.running() as process:
         run.wait_for_step(process, 2)
-        for role in ("trainer", "engine-0", "dataflow", "feeder", "broker"):
+        for role in ("trainer", "engine-0", "dataflow", "feeder", "evaluate", "broker"):
             before = run.pid(role)
             run.kill(role)
             until(lambda role=role, pid=before: run.pid(role) != pid, f"{role} to be back")
@@ -38,9 +47,11 @@ def test_each_role_may_be_killed_in_turn_and_nothing_is_lost_or_trained_twice(
     assert audit["ok"], audit
     assert (audit["lost"], audit["trained_twice"], audit["bound_violations"]) == ([], [], [])
     assert audit["credit_balance"] == 0
+    status = run.ask("status")
+    assert status["eval"]["num_prompts"] == 4
     replay = run.ask("replay")
     assert replay["equal"], replay
-    assert replay["steps"] == run.ask("status")["step"]
+    assert replay["steps"] == status["step"]
 
 
 def test_a_trainer_stopped_in_the_middle_is_fenced_when_it_goes_on(
