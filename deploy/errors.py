@@ -44,14 +44,22 @@ _OF_THE_MACHINE: Final = {
 }
 
 
-_MACHINE_ERRORS: Final = (
-    "connectors.broker.errors.BrokerError",
-    "connectors.kafka.client.KafkaFailure",
-    "connectors.engines.types.EngineStartError",
-    "pipelines.job.RecoveryLocked",
-    "pipelines.job.RecoveryLost",
-    "trainer.checkpoint.CheckpointFailed",
-)
+_BY_NAME: Final = {
+    FAILED: ("trainer.step_log.Fenced", "connectors.weights.wire.EpochRefused"),
+    ENVIRONMENT: (
+        "connectors.broker.errors.BrokerError",
+        "connectors.kafka.client.KafkaFailure",
+        "connectors.engines.types.EngineStartError",
+        "pipelines.job.RecoveryLocked",
+        "pipelines.job.RecoveryLost",
+        "trainer.checkpoint.CheckpointFailed",
+    ),
+    NOT_VERIFIED: (
+        "trainer.recovery.ReexecutionDiffers",
+        "trainer.step_log.ChainBroken",
+        "trainer.ledger.LedgerBroken",
+    ),
+}
 """By name: an error's module must not be imported to find out that the error is another one."""
 
 
@@ -66,8 +74,13 @@ def explain(error: BaseException) -> tuple[int, str] | None:
     if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
         where = f"{error.filename}: " if error.filename else ""
         return ENVIRONMENT, f"{where}{_OF_THE_MACHINE[error.errno]} ({_one_line(error)})"
-    machine = tuple(kind for kind in map(_loaded, _MACHINE_ERRORS) if kind is not None)
-    return (ENVIRONMENT, _one_line(error)) if isinstance(error, machine) else None
+    feed_failed = _loaded("trainer.feed.FeedFailed")
+    if feed_failed is not None and isinstance(error, feed_failed) and error.__cause__ is not None:
+        return explain(error.__cause__)  # the feed's thread died of it
+    for code, names in _BY_NAME.items():
+        if isinstance(error, tuple(filter(None, map(_loaded, names)))):
+            return code, _one_line(error)
+    return None
 
 
 def _loaded(name: str) -> type[BaseException] | None:

@@ -8,7 +8,7 @@ own.
        └──(a member exited: the rest is killed, back-off 0.5 s doubling to 30 s)
 
 `tick(now)` never blocks and is called a few times a second by the run's loop. Sixty healthy
-seconds forget the back-off. A gang that exits with 2 or 3 (configuration, environment) three times
+seconds forget the back-off. A gang that exits with 2, 3 or 4 (see deploy.errors) three times
 in a row without having been healthy will not get better by itself: `RunFailed` with its log's last
 line and its code.
 """
@@ -21,7 +21,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from deploy.errors import CONFIGURATION, ENVIRONMENT, RunFailed
+from deploy.errors import CONFIGURATION, ENVIRONMENT, NOT_VERIFIED, RunFailed
 from deploy.launcher import Launcher, Member, Process
 
 FIRST_BACK_OFF_S: Final = 0.5
@@ -170,7 +170,7 @@ class Supervisor:
         self._news.append(
             f"{name} ended with {code} ({self._last_line(name)}); again in {running.back_off_s:g} s"
         )
-        refused = code in (CONFIGURATION, ENVIRONMENT)
+        refused = code in (CONFIGURATION, ENVIRONMENT, NOT_VERIFIED)
         running.refusals = running.refusals + 1 if refused else 0
         if running.refusals >= MAX_REFUSALS:
             raise RunFailed(f"{name} does not start: {self._last_line(name)}", code)

@@ -135,28 +135,6 @@ def test_an_unexpected_error_is_one_line_and_its_traceback_is_kept(
     assert "write_example" in kept.read_text()
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (OSError(28, "No space left on device", "/some/file"), 3),
-        (OSError(98, "Address already in use"), 3),
-        (PermissionError(13, "Permission denied", "/some/file"), 3),
-        (errors.EnvironmentFailure("x"), 3),
-        (errors.RunFailed("x", 4), 4),
-    ],
-)
-def test_what_the_machine_lacks_is_explained_with_exit_3(error: Exception, code: int) -> None:
-    answer = errors.explain(error)
-    assert answer is not None
-    assert answer[0] == code
-    assert "\n" not in answer[1]
-
-
-def test_an_error_of_ours_is_not_explained_away() -> None:
-    assert errors.explain(KeyError("x")) is None
-    assert errors.explain(FileNotFoundError(2, "No such file", "x")) is None
-
-
 def test_what_libraries_print_does_not_reach_stdout_under_json(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
