@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from connectors.config import Config
+from connectors.files import replace_file
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,9 +74,7 @@ class RunDir:
         folder = self.path / "roles"
         folder.mkdir(parents=True, exist_ok=True)
         role = Role(name=name, pid=os.getpid(), url=url, started_at=time.time())
-        staged = folder / f".{name}.{os.getpid()}"
-        staged.write_bytes(msgspec.json.encode(role))
-        staged.replace(folder / f"{name}.json")
+        replace_file(folder / f"{name}.json", msgspec.json.encode(role))
 
     def roles(self) -> list[Role]:
         """Every role that ever registered, by name; a role whose process died is still listed."""

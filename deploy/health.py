@@ -15,6 +15,7 @@ import msgspec
 
 from connectors.config import Config
 from connectors.engines.types import EngineState
+from connectors.files import replace_file
 from connectors.run_dir import RunDir
 from deploy.log import is_alive
 from deploy.supervisor import RoleHealth
@@ -31,10 +32,8 @@ class Supervised(msgspec.Struct, frozen=True, kw_only=True):
 
 def write(run_dir: RunDir, roles: Sequence[RoleHealth]) -> None:
     """Leaves the supervisor's view of its roles in the run's folder."""
-    file = run_dir.path / "supervisor.json"
-    staged = file.with_name(f".{file.name}.{os.getpid()}")
-    staged.write_bytes(msgspec.json.encode(Supervised(pid=os.getpid(), roles=tuple(roles))))
-    staged.replace(file)
+    left = Supervised(pid=os.getpid(), roles=tuple(roles))
+    replace_file(run_dir.path / "supervisor.json", msgspec.json.encode(left))
 
 
 def roles_of(config: Config, run_dir: RunDir) -> list[dict[str, Any]]:

@@ -12,19 +12,17 @@ taken over, except for keys on which the log already depends.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import tomli_w
 
 from connectors.config import Config, ConfigError, load, parse
+from connectors.files import FileLock, Locked, replace_file
 from connectors.run_dir import RunDir
 from deploy.errors import EnvironmentFailure
 from deploy.model import build
@@ -72,21 +70,16 @@ def with_source(config: Config, run_dir: RunDir) -> Config:
 
 @contextmanager
 def locked(run_dir: RunDir) -> Iterator[None]:
-    """Holds the run's lock; EnvironmentFailure when another `headwater run` does. The kernel frees
-    it however this process ends."""
+    """Holds the run's lock; EnvironmentFailure when another `headwater run` does. It ends
+    with this process, however that ends."""
     run_dir.path.mkdir(parents=True, exist_ok=True)
-    with (run_dir.path / "run.lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            raise EnvironmentFailure(
-                f"{run_dir.path} is locked: `headwater run` is at work in it ({holder})"
-            ) from None
-        file.truncate(0)
-        file.write(f"pid {os.getpid()}")
-        file.flush()
+    try:
+        lock = FileLock(run_dir.path / "run.lock")
+    except Locked as error:
+        raise EnvironmentFailure(
+            f"{run_dir.path} is locked: `headwater run` is at work in it (pid {error.pid})"
+        ) from error
+    with closing(lock):
         yield
 
 
@@ -108,8 +101,8 @@ def prepare(config: Config, run_dir: RunDir) -> Prepared:
     prepared = parse(table, base_dir=config.base_dir, where=str(run_dir.config_file))
     if source.model is not None and not (resumed and (run_dir.path / "model").is_dir()):
         build(source.model, source.folder, run_dir)
-    _replace(run_dir.path / "source.json", msgspec.json.encode(source))
-    _replace(run_dir.config_file, tomli_w.dumps(table).encode())
+    replace_file(run_dir.path / "source.json", msgspec.json.encode(source))
+    replace_file(run_dir.config_file, tomli_w.dumps(table).encode())
     return Prepared(config=prepared, resumed=resumed, changes=changes)
 
 
@@ -239,9 +232,3 @@ def _source(config: Config, run_dir: RunDir) -> Source:
 def _read_source(run_dir: RunDir) -> Source | None:
     file = run_dir.path / "source.json"
     return msgspec.json.decode(file.read_bytes(), type=Source) if file.is_file() else None
-
-
-def _replace(file: Path, content: bytes) -> None:
-    staged = file.with_name(f".{file.name}.{os.getpid()}")
-    staged.write_bytes(content)
-    staged.replace(file)

@@ -6,13 +6,9 @@ doubled) and raises when a part breaks its promise; the next start goes on from 
 
 from __future__ import annotations
 
-import fcntl
-import os
-import signal
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +23,7 @@ from bytewax.recovery import RecoveryConfig, init_db_dir
 from connectors.config import Config
 from connectors.engines.client import EnginePool
 from connectors.engines.types import Engine
+from connectors.files import FileLock, Locked, replace_file
 from connectors.kafka.async_op import end_work
 from connectors.kafka.client import (
     BrokerUnavailable,
@@ -39,6 +36,7 @@ from connectors.kafka.locate import cluster as find_cluster
 from connectors.kafka.locate import topics
 from connectors.kafka.source import STOP, SourceOf, StopFlag
 from connectors.run_dir import RunDir
+from connectors.signals import stop_on_signals
 from connectors.text import Text
 from operators.rewards import Rewards
 from operators.rollout import Rollout
@@ -80,7 +78,7 @@ def run_dataflow(
     cannot start."""
     name = "dataflow" if len(stages) > 1 else next(iter(stages))
     folder = run_dir.recovery(name)
-    _stop_on_signals(stop)
+    stop_on_signals(stop)
     text = Text(config.resolve(config.model.path))
     rollout = rewards = None
     pool = EnginePool(lambda: run_dir.engine_urls(config))
@@ -88,7 +86,7 @@ def run_dataflow(
         rollout = rollout_operator(config, engine or pool, text)
     if "reward" in stages:
         rewards = rewards_operator(config, text)
-    with _locked(folder):
+    with closing(_lock(folder)):
         cluster = wait_for_log(config, run_dir, stop)
         if cluster is None:
             return
@@ -135,28 +133,15 @@ def wait_for_log(config: Config, run_dir: RunDir, stop: StopFlag) -> Cluster | N
     return None
 
 
-def _stop_on_signals(stop: StopFlag) -> None:
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Two processes on one recovery folder would both run; the kernel frees the lock at any end."""
+def _lock(folder: Path) -> FileLock:
+    """Two processes on one recovery folder would both run. RecoveryLocked for the second."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise RecoveryLocked(
-                f"{folder} is locked: process {file.read().strip()} runs this dataflow"
-            ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
+    try:
+        return FileLock(folder / "lock")
+    except Locked as error:
+        raise RecoveryLocked(
+            f"{folder} is locked: process {error.pid} runs this dataflow"
+        ) from error
 
 
 def _prepare_recovery(folder: Path, flow: Dataflow, cluster: Cluster, stages: set[str]) -> None:
@@ -186,9 +171,7 @@ def _prepare_recovery(folder: Path, flow: Dataflow, cluster: Cluster, stages: se
             f"{folder} is empty, but {written} holds this dataflow's records; {_remedy(folder)}"
         )
     init_db_dir(folder, 1)
-    staged = folder / f".{_STEPS_FILE}"
-    staged.write_bytes(msgspec.json.encode(steps))
-    staged.replace(steps_file)
+    replace_file(steps_file, msgspec.json.encode(steps))
     restart.unlink(missing_ok=True)
 
 

@@ -15,7 +15,6 @@ away the staging folder of the one before, whose save then fails.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 import uuid
@@ -28,6 +27,7 @@ import google_crc32c
 import msgspec
 
 from connectors.config import ConfigError
+from connectors.files import sync_path
 
 _log = logging.getLogger(__name__)
 
@@ -120,15 +120,15 @@ class CheckpointStore:
         self._at("written")
         files = {}
         for file in sorted(f for f in staging.rglob("*") if f.is_file()):
-            _fsync(file)
+            sync_path(file)
             files[file.relative_to(staging).as_posix()] = _size_and_crc(file)
         self._at("synced")
         contents = staging / "contents.json"
         contents.write_bytes(msgspec.json.encode(_Contents(step, files)))
-        _fsync(contents)
+        sync_path(contents)
         for folder in sorted((d for d in staging.rglob("*") if d.is_dir()), reverse=True):
-            _fsync(folder)
-        _fsync(staging)
+            sync_path(folder)
+        sync_path(staging)
         self._at("listed")
 
     def _publish(self, staging: Path, step: int) -> None:
@@ -146,7 +146,7 @@ class CheckpointStore:
             if old.exists():
                 old.rename(final)
             raise
-        _fsync(self.path)
+        sync_path(self.path)
         self._at("renamed")
         shutil.rmtree(old, ignore_errors=True)
 
@@ -223,14 +223,6 @@ def _size_and_crc(file: Path) -> tuple[int, int]:
             crc.update(chunk)
             size += len(chunk)
     return size, int.from_bytes(crc.digest(), "big")
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _reason(error: OSError | RuntimeError) -> str:

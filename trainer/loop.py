@@ -13,7 +13,6 @@ beside it in threads of their own, whose deaths surface here.
 from __future__ import annotations
 
 import logging
-import signal
 import threading
 import time
 from contextlib import ExitStack, closing
@@ -25,6 +24,7 @@ from connectors.config import Config
 from connectors.kafka.locate import cluster as locate
 from connectors.records import Manifest, Version
 from connectors.run_dir import RunDir
+from connectors.signals import stop_on_signals
 from trainer.checkpoint import CheckpointStore
 from trainer.engine import TrainingEngine
 from trainer.execute import (
@@ -51,7 +51,7 @@ def train(config: Config, run_dir: RunDir, stop: threading.Event | None = None) 
     """Runs the trainer until `trainer.num_steps` or SIGTERM (which ends it after the step at hand).
     ConfigError, Fenced, ReexecutionDiffers, CheckpointFailed, BrokerUnavailable end it."""
     policy = configured_policy(config)
-    stop = stop or _until_terminated()
+    stop = stop or stop_on_signals(threading.Event())
     cluster = locate(config, run_dir)
     store = CheckpointStore(
         config.checkpoint.url or run_dir.checkpoints, keep=config.checkpoint.keep
@@ -203,10 +203,3 @@ class Loop:
 def step_seed(run_seed: int, step: int) -> int:
     """Seed of torch's generator for one step: distinct a step, below 2^31."""
     return (run_seed * 1_000_003 + step) % (1 << 31)
-
-
-def _until_terminated() -> threading.Event:
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    return stop

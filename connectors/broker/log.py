@@ -21,9 +21,9 @@ from connectors.broker.batch import (
     parse_header,
 )
 from connectors.broker.errors import CorruptLog, ErrorCode, Refused
-from connectors.broker.files import replace_file, sync_folder
 from connectors.broker.producers import ProducerTable
 from connectors.broker.segment import SUFFIX, FileRange, Segment
+from connectors.files import replace_file, sync_path
 
 START_FILE = "start"
 
@@ -99,7 +99,7 @@ class Log:
     def _roll(self, base_offset: int) -> None:
         self._segments = [*self._segments, Segment.create(self.folder, base_offset)]
         if self.sync:
-            sync_folder(self.folder)
+            sync_path(self.folder)
 
     @property
     def end_offset(self) -> int:
@@ -179,7 +179,7 @@ class Log:
         if offset > self.start_offset:
             # First the promise, then the removal: a crash between them leaves too much, never too
             # little.
-            replace_file(self.folder / START_FILE, str(offset).encode())
+            replace_file(self.folder / START_FILE, str(offset).encode(), sync=True)
             self.start_offset = offset
         while len(self._segments) > 1 and self._segments[1].base_offset <= self.start_offset:
             removed, *self._segments = self._segments

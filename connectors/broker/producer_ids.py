@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from connectors.broker.errors import CorruptLog
-from connectors.broker.files import replace_file
+from connectors.files import replace_file
 
 BLOCK = 1000
 
@@ -30,5 +30,5 @@ class ProducerIds:
         return self._next - 1
 
     def _reserve(self) -> None:
-        replace_file(self._file, str(self._next + BLOCK).encode())
+        replace_file(self._file, str(self._next + BLOCK).encode(), sync=True)
         self._reserved = self._next + BLOCK

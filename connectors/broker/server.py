@@ -15,10 +15,11 @@ import struct
 import threading
 import traceback
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 
 from connectors.broker.api import API_VERSIONS_KEY, APIS, unsupported_api_versions
-from connectors.broker.broker import Broker, DirectoryLock
+from connectors.broker.broker import Broker, lock_directory
 from connectors.broker.errors import CannotListen, PortTaken
 from connectors.broker.notices import notice
 from connectors.broker.protocol import (
@@ -49,12 +50,8 @@ def serve(
     if fsync not in ("always", "never"):
         raise ValueError(f"fsync: always or never, got {fsync!r}")
     folder = Path(data_dir)
-    lock = DirectoryLock(folder)
-    try:
-        with _bind(host, port) as listener:
-            asyncio.run(_run(folder, fsync == "always", listener, on_listening))
-    finally:
-        lock.release()
+    with closing(lock_directory(folder)), _bind(host, port) as listener:
+        asyncio.run(_run(folder, fsync == "always", listener, on_listening))
 
 
 async def _run(

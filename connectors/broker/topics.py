@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from connectors.broker.errors import CorruptLog, ErrorCode, Refused
-from connectors.broker.files import replace_file, sync_folder
 from connectors.broker.log import Log
 from connectors.broker.notices import notice
 from connectors.broker.partition import Partition
+from connectors.files import replace_file, sync_path
 
 DEFAULT_CONFIGS = {
     "cleanup.policy": "delete",
@@ -99,10 +99,10 @@ class Topics:
         for index in range(num_partitions):
             (staged / str(index)).mkdir(parents=True)
         description = {"partitions": num_partitions, "configs": dict(configs)}
-        replace_file(staged / "topic.json", json.dumps(description).encode())
+        replace_file(staged / "topic.json", json.dumps(description).encode(), sync=True)
         folder = self._folder / name
         staged.rename(folder)
-        sync_folder(self._folder)
+        sync_path(self._folder)
         topic = self._topics[name] = self._open(folder)
         return topic
 
@@ -113,7 +113,7 @@ class Topics:
             raise Refused(ErrorCode.UNKNOWN_TOPIC_OR_PARTITION, f"there is no topic {name!r}")
         staged = self._staged()
         (self._folder / name).rename(staged)
-        sync_folder(self._folder)
+        sync_path(self._folder)
         del self._topics[name]
         for partition in topic.partitions:
             partition.wake()

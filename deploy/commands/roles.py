@@ -8,11 +8,11 @@ exit 0.
 from __future__ import annotations
 
 import argparse
-import signal
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from connectors.signals import stop_on_signals
 from deploy.commands.arguments import Commands, add_config, command, load_config
 from deploy.lifeline import die_with
 
@@ -56,14 +56,6 @@ def _execute(role: Role) -> Callable[[argparse.Namespace], int]:
     return execute
 
 
-def _until_terminated() -> threading.Event:
-    """An event that SIGTERM and SIGINT set."""
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    return stop
-
-
 def _broker(config: Config, run_dir: RunDir, arguments: argparse.Namespace) -> None:
     from deploy.log import serve_broker
 
@@ -90,14 +82,14 @@ def _feeder(config: Config, run_dir: RunDir, arguments: argparse.Namespace) -> N
     from connectors.kafka.locate import cluster
 
     run_dir.register("feeder")
-    feed_prompts(cluster(config, run_dir), config, _until_terminated())
+    feed_prompts(cluster(config, run_dir), config, stop_on_signals(threading.Event()))
 
 
 def _evaluate(config: Config, run_dir: RunDir, arguments: argparse.Namespace) -> None:
     from pipelines.evaluate import evaluate
 
     run_dir.register("evaluate")
-    evaluate(config, run_dir, _until_terminated())
+    evaluate(config, run_dir, stop_on_signals(threading.Event()))
 
 
 def _trainer(config: Config, run_dir: RunDir, arguments: argparse.Namespace) -> None:

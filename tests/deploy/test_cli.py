@@ -55,7 +55,7 @@ def test_a_wrong_key_is_one_line_with_the_nearest_one_and_exit_2(
     [
         ("trainer.num_steps=0", 2, "trainer.num_steps"),
         ("staleness.policy=two-step-off", 2, "did you mean"),
-        ("run.launcher=ray", 2, "not available yet"),
+        ("run.launcher=ray", 2, "available yet"),
         ("tasks.sums.prompts=none.jsonl", 2, "tasks.sums.prompts: there is no file"),
         ("tasks.sums.reward=none.py:score", 2, "tasks.sums.reward: there is no file"),
         ("model.path=nowhere", 3, "model.path"),
