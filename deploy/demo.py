@@ -152,11 +152,11 @@ def _judge(main_job: Outcome, control: Outcome) -> list[str]:
     print(
         f"held-out reward {first:.3f} -> {last:.3f}; control {rewards[0]:.3f} -> {rewards[-1]:.3f}"
     )
-    waited = sum(m.metrics["seconds/wait"] for m in main_job.manifests)
+    status = _ask("status", RUN, show=False)
     published = sorted(m.metrics["seconds/publish"] for m in main_job.manifests)
     print(
-        f"the trainer waited {waited / main_job.seconds:.0%} of the job's time; a publish took "
-        f"{published[len(published) // 2]:.3f} s (median), {published[-1]:.3f} s at most"
+        f"from step to step the trainer waited {status['wait_share']:.0%} of the time; a publish "
+        f"took {published[len(published) // 2]:.3f} s (median), {published[-1]:.3f} s at most"
     )
     problems = []
     if last - first < MIN_RISE:
@@ -182,13 +182,14 @@ def _prove(outcome: Outcome) -> list[str]:
     return problems
 
 
-def _ask(command: str, *arguments: object) -> dict[str, Any]:
-    print(f"\n$ headwater {command} {' '.join(map(str, arguments))}", flush=True)
+def _ask(command: str, *arguments: object, show: bool = True) -> dict[str, Any]:
     answer = subprocess.run(
         _headwater(command, *arguments, "--json"), stdout=subprocess.PIPE, check=False
     )
     found: dict[str, Any] = json.loads(answer.stdout)
-    print(json.dumps(found, indent=2), flush=True)
+    if show:
+        print(f"\n$ headwater {command} {' '.join(map(str, arguments))} --json", flush=True)
+        print(json.dumps(found, indent=2), flush=True)
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
@@ -132,11 +133,12 @@ class Fold:
         return tokens / elapsed_s if elapsed_s > 0 else None
 
     def wait_share(self) -> float | None:
-        """Share of the trainer's time it waited for groups."""
-        # Publishing runs beside training: its seconds are no part of the step.
-        busy = sum(self.total(f"seconds/{name}") for name in ("logprobs", "update"))
-        wait = self.total("seconds/wait")
-        return wait / (wait + busy) if wait + busy > 0 else None
+        """Share of the time from step to step that the trainer waited for groups; a trainer's first
+        step and what lies between two trainers do not count."""
+        pairs = [(a, b) for a, b in pairwise(self.chain.manifests) if a.epoch == b.epoch]
+        elapsed_s = sum(b.finished_at - a.finished_at for a, b in pairs)
+        wait_s = sum(b.metrics.get("seconds/wait", 0.0) for _, b in pairs)
+        return wait_s / elapsed_s if elapsed_s > 0 else None
 
 
 class RunStatus:

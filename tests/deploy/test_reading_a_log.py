@@ -46,7 +46,7 @@ def test_the_status_is_what_the_log_says(log: WrittenLog) -> None:
     assert found["reward"] == {"last": 0.75, "mean": 0.625}
     assert found["tokens_per_s"] == 10.0
     assert found["publish_s"] == 0.25
-    assert found["wait_share"] == 0.25
+    assert found["wait_share"] == 0.1  # one second of the ten from step 1 to step 2
     json.dumps(found, allow_nan=False)
     assert any("4 trained" in line for line in status_lines(found))
     assert plain_line(found).startswith("step 2 · reward 0.75 · eval 0.5")
