@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import headwater
 from connectors.kafka.client import Cluster, KafkaFailure, read_all
 from connectors.kafka.locate import cluster as locate
 from connectors.records import Evaluation, Manifest, decode_as
 from connectors.run_dir import RunDir
 from deploy.curve import draw
+from deploy.launcher import headwater_command
 from deploy.log import opened
 from deploy.run_folder import load_run
 from trainer.step_log import chain, read_steps
@@ -74,7 +74,7 @@ def _put_aside(folder: Path) -> None:
 def _run(folder: Path, *, settings: Sequence[str] = (), kill_trainer: bool = False) -> Outcome:
     started = time.monotonic()
     arguments = [arg for setting in settings for arg in ("--set", setting)]
-    process = subprocess.Popen(_headwater("run", EXAMPLE, "--run-dir", folder, *arguments))
+    process = subprocess.Popen(headwater_command("run", EXAMPLE, "--run-dir", folder, *arguments))
     try:
         if kill_trainer:
             _kill_trainer_half_way(process, folder)
@@ -184,18 +184,13 @@ def _prove(outcome: Outcome) -> list[str]:
 
 def _ask(command: str, *arguments: object, show: bool = True) -> dict[str, Any]:
     answer = subprocess.run(
-        _headwater(command, *arguments, "--json"), stdout=subprocess.PIPE, check=False
+        headwater_command(command, *arguments, "--json"), stdout=subprocess.PIPE, check=False
     )
     found: dict[str, Any] = json.loads(answer.stdout)
     if show:
         print(f"\n$ headwater {command} {' '.join(map(str, arguments))} --json", flush=True)
         print(json.dumps(found, indent=2), flush=True)
     return found
-
-
-def _headwater(*arguments: object) -> list[str]:
-    script = str(Path(headwater.__file__).resolve())
-    return [sys.executable, "-P", script, *map(str, arguments)]
 
 
 def _title(text: str) -> None:

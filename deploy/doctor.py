@@ -17,6 +17,7 @@ import psutil
 from connectors.config import Config, ConfigError, load
 from connectors.kafka.client import KafkaFailure, partition_counts
 from connectors.kafka.locate import cluster
+from connectors.prompt_lines import GENERATOR_PREFIX
 from connectors.run_dir import RunDir
 from deploy.errors import EnvironmentFailure
 from deploy.run_folder import check_files, check_port
@@ -125,7 +126,7 @@ def _needs(config: Config) -> Iterator[Check]:
             yield Check("port", True, f"{config.broker.port} is free")
         except EnvironmentFailure as error:
             yield Check("port", False, f"{error}: set another broker.port, or 0 for a free one")
-    if any((task.prompts or "").startswith("reasoning-gym:") for task in config.tasks.values()):
+    if any((task.prompts or "").startswith(GENERATOR_PREFIX) for task in config.tasks.values()):
         yield _reasoning_gym()
 
 

@@ -29,6 +29,10 @@ CHILD_ENVIRONMENT: Final = {
 }
 
 
+TAIL_BYTES: Final = 8192
+"""Of a log, in which its last line is looked for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """One process to start: `headwater ARGUMENTS...`, known as `name` in logs and in `status`."""
@@ -90,15 +94,7 @@ class LocalLauncher:
     def start(self, member: Member) -> Process:
         log = self._run_dir.log_file(member.name)
         log.parent.mkdir(parents=True, exist_ok=True)
-        script = str(Path(headwater.__file__).resolve())
-        command = [
-            sys.executable,
-            "-P",
-            script,
-            *member.arguments,
-            "--supervisor",
-            str(os.getpid()),
-        ]
+        command = headwater_command(*member.arguments, "--supervisor", os.getpid())
         with log.open("ab") as file:
             popen = subprocess.Popen(
                 command,
@@ -111,6 +107,12 @@ class LocalLauncher:
         return ChildProcess(popen)
 
 
+def headwater_command(*arguments: object) -> list[str]:
+    """The command line of `headwater ARGUMENTS...` in this interpreter, from these sources."""
+    script = Path(headwater.__file__).resolve()
+    return [sys.executable, "-P", str(script), *map(str, arguments)]
+
+
 def launcher(config: Config, run_dir: RunDir) -> Launcher:
     """The launcher `run.launcher` names: the local one, until there is another."""
     return LocalLauncher(run_dir)
@@ -119,7 +121,9 @@ def launcher(config: Config, run_dir: RunDir) -> Launcher:
 def last_line(log: Path) -> str:
     """The last line of a role's log that says something."""
     try:
-        lines = log.read_bytes()[-8192:].decode(errors="replace").splitlines()
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return "no log was written"
     said = [line.strip() for line in lines if line.strip()]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-import headwater
 from connectors.run_dir import RunDir
 from deploy.errors import RunFailed
-from deploy.launcher import CHILD_ENVIRONMENT, last_line
+from deploy.launcher import CHILD_ENVIRONMENT, headwater_command, last_line
 
 
 def build(function: str, base_dir: str, run_dir: RunDir) -> None:
@@ -23,9 +21,7 @@ def build(function: str, base_dir: str, run_dir: RunDir) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".model-", dir=run_dir.path) as staging:
         built = Path(staging, "model")
-        script = str(Path(headwater.__file__).resolve())
-        command = [sys.executable, "-P", script, "build-model", function, str(built)]
-        command += ["--base-dir", base_dir]
+        command = headwater_command("build-model", function, built, "--base-dir", base_dir)
         with log.open("ab") as file:
             code = subprocess.run(
                 command,

@@ -23,6 +23,7 @@ import tomli_w
 
 from connectors.config import Config, ConfigError, load, parse
 from connectors.files import FileLock, Locked, replace_file
+from connectors.prompt_lines import GENERATOR_PREFIX
 from connectors.run_dir import RunDir
 from deploy.errors import EnvironmentFailure
 from deploy.model import build
@@ -154,7 +155,7 @@ def _absolute_spec(config: Config, spec: str, *, is_file: bool) -> str:
     file, separator, name = spec.rpartition(":")
     if separator and file.endswith(".py"):
         return f"{_absolute(config, file)}:{name}"
-    if is_file and not spec.startswith("reasoning-gym:"):
+    if is_file and not spec.startswith(GENERATOR_PREFIX):
         return _absolute(config, spec)
     return spec
 
@@ -180,7 +181,7 @@ def check_files(config: Config) -> None:
             value = getattr(task, key)
             if (
                 value
-                and not value.startswith("reasoning-gym:")
+                and not value.startswith(GENERATOR_PREFIX)
                 and not config.resolve(value).is_file()
             ):
                 raise ConfigError(f"tasks.{name}.{key}: there is no file {config.resolve(value)}")
