@@ -7,6 +7,7 @@ JSON records (Prompt, Closed, Announcement, Manifest, Evaluation) are msgspec st
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeVar
@@ -22,6 +23,8 @@ REASONS: Final = (
     "no_record",
 )  # fmt: skip
 """Why a group ended without being trained (`Closed.reason`)."""
+MESSAGE_CHARS: Final = 2000
+"""Of a `Closed` group's message."""
 
 DEAD_LETTER_CODES: Final = (
     "not_json", "bad_prompt", "unknown_task", "too_long", "too_large", "corrupt_record",
@@ -78,7 +81,10 @@ class Origin(msgspec.Struct, frozen=True):
 def parse_group_id(group_id: str) -> Origin:
     """`topic/partition/offset` of the prompt the group came from; ValueError otherwise."""
     topic, partition, offset = group_id.rsplit("/", 2)
-    return Origin(topic, int(partition), int(offset))
+    origin = Origin(topic, int(partition), int(offset))
+    if str(origin) != group_id:  # int() takes more than digits: two ids would be one prompt's
+        raise ValueError(f"{group_id!r} is no group's id")
+    return origin
 
 
 # ------------------------------------------------------------------ prompts
@@ -180,6 +186,17 @@ class Closed(msgspec.Struct, frozen=True, kw_only=True, tag="closed", tag_field=
     message: str = ""
     task: str = ""
     closed_at: float = 0.0
+
+    @classmethod
+    def now(cls, group_id: str, reason: str, message: str, task: str = "") -> Closed:
+        """Of a group that ends at this moment; a long message is cut."""
+        return cls(
+            group_id=group_id,
+            reason=reason,
+            message=message[:MESSAGE_CHARS],
+            task=task,
+            closed_at=time.time(),
+        )
 
 
 # ------------------------------------------------------------------ policy topic

@@ -12,7 +12,6 @@ import functools
 import importlib
 import math
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -130,7 +129,9 @@ class Rewards:
         task = self._tasks.get(group.task)
         if task is None:
             known = ", ".join(self._tasks)
-            return _closed(group, "unknown_task", f"the configuration has only {known}")
+            return Closed.now(
+                group.group_id, "unknown_task", f"the configuration has only {known}", group.task
+            )
         by_trajectory: dict[str, list[Trajectory]] = {}
         for row in group.trajectories:
             by_trajectory.setdefault(_without_branch(row), []).append(row)
@@ -141,7 +142,7 @@ class Rewards:
         try:
             scored = [row for rows in await asyncio.gather(*under_way) for row in rows]
         except _Unscored as end:
-            return _closed(group, end.reason, str(end))
+            return Closed.now(group.group_id, end.reason, str(end), group.task)
         finally:
             for one in under_way:
                 one.cancel()
@@ -221,10 +222,3 @@ def _number(value: Any) -> float:
     if not math.isfinite(number):
         raise _Unscored("reward_nan", f"{value!r:.100} is not finite")
     return number
-
-
-def _closed(group: Group, reason: str, message: str) -> Closed:
-    return Closed(
-        group_id=group.group_id, reason=reason, message=message[:2000], task=group.task,
-        closed_at=time.time(),
-    )  # fmt: skip

@@ -119,28 +119,30 @@ class Rollout:
     ) -> Rolled:
         """The terminal of the prompt at `origin`. `value` None: the broker holds no record there.
         `resubmitted` work asks the engine for what an earlier process had begun."""
+        group_id = str(origin)
         if value is None:
-            return Rolled(_closed(origin, "no_record", "the log holds no record at this offset"))
+            message = "the log holds no record at this offset"
+            return Rolled(Closed.now(group_id, "no_record", message))
         try:
             prompt, ids = self.parse(value)
         except BadRecord as bad:
-            closed = _closed(origin, bad.reason, str(bad), bad.task)
+            closed = Closed.now(group_id, bad.reason, str(bad), bad.task)
             return Rolled(closed, DeadLetter(bad.code, str(bad)))
         cap = self._settings.time_cap_s
         job = _Job(
-            str(origin), origin, prompt, ids, self._tasks[prompt.task], min_version, resubmitted,
+            group_id, origin, prompt, ids, self._tasks[prompt.task], min_version, resubmitted,
             None if cap is None else time.monotonic() + cap, time.time(),
         )  # fmt: skip
         try:
             async with asyncio.timeout(cap):
                 rows = await self._together(job)
         except _Close as end:
-            closed = _closed(origin, end.reason, str(end), prompt.task)
+            closed = Closed.now(group_id, end.reason, str(end), prompt.task)
         except TimeoutError:
             message = f"the rollout took longer than {cap:g} s"
-            closed = _closed(origin, "time_cap", message, prompt.task)
+            closed = Closed.now(group_id, "time_cap", message, prompt.task)
         else:
-            return Rolled(Group(group_id=job.group_id, prompt=prompt, trajectories=tuple(rows)))
+            return Rolled(Group(group_id=group_id, prompt=prompt, trajectories=tuple(rows)))
         # Not when this coroutine is itself cancelled: the next process attaches to its requests.
         for llm in job.llms:
             await llm.cancel()
@@ -276,10 +278,3 @@ def _transcript(prompt: Prompt, messages: Sequence[Mapping[str, object]]) -> str
     trained."""
     said = len(prompt.messages) if prompt.messages is not None else 1
     return msgspec.json.encode(messages[said:]).decode()
-
-
-def _closed(origin: Origin, reason: str, message: str, task: str = "") -> Closed:
-    return Closed(
-        group_id=str(origin), reason=reason, message=message[:2000], task=task,
-        closed_at=time.time(),
-    )  # fmt: skip

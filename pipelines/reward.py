@@ -19,9 +19,9 @@ from connectors.arrow import CorruptRecord
 from connectors.config import Config, ConfigError
 from connectors.kafka.async_op import AsyncWork
 from connectors.kafka.client import Cluster, Record
-from connectors.kafka.dead_letters import dead_letter
 from connectors.kafka.source import STOP, Item, ItemReader, LogSource, StopFlag
 from connectors.kafka.tail import PolicyTail
+from connectors.kafka.terminals import UnknownRecord, outgoing, terminal, unreadable
 from connectors.plugins import load
 from connectors.records import Closed, Group, Version, parse_group_id
 from connectors.text import Text
@@ -31,11 +31,11 @@ from operators.settled import Intervals, settle
 from operators.user_code import UserCode
 from operators.version_filter import is_stale
 from pipelines.routing import Routed, write
-from pipelines.terminals import UnknownRecord, closed, outgoing, terminal
 
 logger = logging.getLogger(__name__)
 
 Work = Callable[[Item], Awaitable[Sequence[Routed]]]
+FirstTerminal = Callable[[Intervals | None, Item], tuple[Intervals, list[Item]]]
 POLICY_POLL_S: Final = 0.25
 
 
@@ -45,22 +45,32 @@ def rollouts_source(cluster: Cluster, stop: StopFlag = STOP) -> LogSource:
 
 def reward_half(rollouts: Stream, cluster: Cluster, work: Work, stop: StopFlag = STOP) -> None:
     """What becomes of the items of `rollouts_source`; `work` is `score(...)`."""
-    first = op.stateful_flat_map("first_terminal", rollouts, _first_terminal)
+    first = op.stateful_flat_map(
+        "first_terminal", rollouts, first_terminal(cluster.topic("prompts"))
+    )
     refetch = ItemReader(cluster, "rollouts")
     scored = op.stateful_batch("score", first, AsyncWork(work, refetch, stop=stop))
     write("reward", scored, cluster, "trajectories")
 
 
-def _first_terminal(settled: Intervals | None, item: Item) -> tuple[Intervals, list[Item]]:
-    """Drops the second terminal of a prompt. Keys that are no prompt's pass: the scorer knows."""
-    settled = settled or ()
-    group_id = _group_id(item.record) if item.record is not None else None
-    if group_id is None:
-        return settled, [item]
-    settled, new = settle(settled, parse_group_id(group_id).offset)
-    if not new:
-        logger.warning("ignored a second terminal of %s at %s", group_id, item.origin)
-    return settled, [item] if new else []
+def first_terminal(prompts_topic: str) -> FirstTerminal:
+    """Drops the second terminal of a prompt. Keys that are no prompt's of the item's partition
+    pass: the scorer, or the feed, knows what they are."""
+
+    def first(settled: Intervals | None, item: Item) -> tuple[Intervals, list[Item]]:
+        settled = settled or ()
+        group_id = _group_id(item.record) if item.record is not None else None
+        if group_id is None:
+            return settled, [item]
+        prompt = parse_group_id(group_id)
+        if (prompt.topic, prompt.partition) != (prompts_topic, item.origin.partition):
+            return settled, [item]
+        settled, new = settle(settled, prompt.offset)
+        if not new:
+            logger.warning("ignored a second terminal of %s at %s", group_id, item.origin)
+        return settled, [item] if new else []
+
+    return first
 
 
 class DropBefore:
@@ -99,7 +109,7 @@ def score(rewards: Rewards, drop_before: DropBefore, cluster: Cluster) -> Work:
         try:
             ended = terminal(record)
         except (CorruptRecord, UnknownRecord) as error:
-            return _unreadable(record, item, error)
+            return _unreadable(record, error)
         if isinstance(ended, Group):
             ended = await _scored(ended)
         return [Routed("trajectories", outgoing(cluster, ended))]
@@ -113,12 +123,11 @@ def score(rewards: Rewards, drop_before: DropBefore, cluster: Cluster) -> Work:
             return ended
         return _stale(ended, await drop_before.now()) or ended
 
-    def _unreadable(record: Record, item: Item, error: ValueError) -> list[Routed]:
-        code = "corrupt_record" if isinstance(error, CorruptRecord) else "unknown_record"
-        letter = dead_letter(cluster, item.origin, record.value, code=code, message=str(error))
+    def _unreadable(record: Record, error: CorruptRecord | UnknownRecord) -> list[Routed]:
+        code, letter = unreadable(cluster, record, error)
         routed = [Routed("dead-letters", letter)]
         if (group_id := _group_id(record)) is not None:
-            end = closed(group_id, "malformed", f"{code}: {error}")
+            end = Closed.now(group_id, "malformed", f"{code}: {error}")
             routed.append(Routed("trajectories", outgoing(cluster, end)))
         return routed
 
@@ -157,7 +166,7 @@ def _stale(group: Group, drop_before: Version | None) -> Closed | None:
     if not is_stale(group, drop_before):
         return None
     message = f"oldest version {group.oldest}, dropped before {drop_before}"
-    return closed(group.group_id, "stale", message, group.task)
+    return Closed.now(group.group_id, "stale", message, group.task)
 
 
 def _group_id(record: Record) -> str | None:

@@ -17,13 +17,13 @@ from connectors.kafka.async_op import AsyncWork
 from connectors.kafka.client import Cluster
 from connectors.kafka.dead_letters import dead_letter
 from connectors.kafka.source import STOP, Item, ItemReader, LogSource, StopFlag
+from connectors.kafka.terminals import outgoing
 from connectors.plugins import load
 from connectors.text import Text
 from operators import agents
 from operators.rollout import AgentTask, Rollout, Settings, check_agent
 from operators.user_code import UserCode
 from pipelines.routing import Routed, write
-from pipelines.terminals import outgoing
 
 Work = Callable[[Item], Awaitable[Sequence[Routed]]]
 

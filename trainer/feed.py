@@ -32,20 +32,16 @@ import msgspec
 from connectors.arrow import CorruptRecord, checksum, decode_group
 from connectors.config import Config, ConfigError
 from connectors.kafka.client import Cluster, Producer, Reader, Record
-from connectors.kafka.dead_letters import dead_letter
 from connectors.kafka.tail import PolicyTail
+from connectors.kafka.terminals import UnknownRecord, terminal, unreadable
 from connectors.records import (
-    HEADER_CRC,
-    HEADER_KIND,
     HEADER_WRITER,
     Announcement,
     Closed,
     Coordinate,
     Group,
     Manifest,
-    Origin,
     Version,
-    decode_as,
     encode,
 )
 from operators.staleness import policy as named_policy
@@ -290,29 +286,20 @@ class Feed:
         """Takes one record of `trajectories` into the ledger; one that is no terminal goes to
         `dead-letters` and closes its group as malformed."""
         core, at = self._core, (record.partition, record.offset)
-        group_id = (record.key or b"").decode(errors="replace")
-        kind, crc = record.headers.get(HEADER_KIND), checksum(record.value)
         try:
-            if record.headers.get(HEADER_CRC) != f"{crc:08x}":
-                raise CorruptRecord(
-                    f"checksum {crc:08x} where the header says {record.headers.get(HEADER_CRC)}"
-                )
-            if kind == "closed":
-                closed: Closed = decode_as(record.value, Closed)
-                core.closed(closed.group_id, closed.reason, at=at)
-            elif kind == "group":
-                group = decode_group(record.value)
-                if group.group_id != group_id:
-                    raise CorruptRecord(f"holds {group.group_id}, its key says {group_id}")
-                coordinate = Coordinate(record.partition, record.offset, crc, group_id)
-                if core.arrived(coordinate, group.oldest, group.newest, len(group.trajectories)):
-                    self._take_in(record, group)
-            else:
-                raise CorruptRecord(f"a record of kind {kind!r}")
-        except (CorruptRecord, msgspec.DecodeError) as error:
+            ended = terminal(record)
+        except (CorruptRecord, UnknownRecord) as error:
+            group_id = (record.key or b"").decode(errors="replace")
             first = core.closed(group_id, "malformed", at=at)
             if first or not core.granted(group_id):
-                self._dead_letter(record, str(error))
+                self._dead_letter(record, error)
+            return
+        if isinstance(ended, Closed):
+            core.closed(ended.group_id, ended.reason, at=at)
+            return
+        coordinate = Coordinate(*at, checksum(record.value), ended.group_id)
+        if core.arrived(coordinate, ended.oldest, ended.newest, len(ended.trajectories)):
+            self._take_in(record, ended)
 
     def _take_in(self, record: Record, group: Group) -> None:
         if (why := self._untrainable(group)) is None:
@@ -320,17 +307,10 @@ class Feed:
             return
         log.warning("%s cannot be trained: %s", group.group_id, why)
         self._core.drop(group.group_id, "malformed")
-        self._dead_letter(record, why)
+        self._dead_letter(record, CorruptRecord(why))
 
-    def _dead_letter(self, record: Record, message: str) -> None:
-        known = record.headers.get(HEADER_KIND) in ("closed", "group")
-        letter = dead_letter(
-            self._cluster,
-            Origin(record.topic, record.partition, record.offset),
-            record.value,
-            code="corrupt_record" if known else "unknown_record",
-            message=message,
-        )
+    def _dead_letter(self, record: Record, error: CorruptRecord | UnknownRecord) -> None:
+        _, letter = unreadable(self._cluster, record, error)
         self._producer.append(
             self._cluster.topic("dead-letters"),
             record.partition,

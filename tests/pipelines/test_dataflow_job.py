@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from connectors.arrow import decode_group
+from connectors.arrow import checksum, decode_group
 from connectors.kafka.client import Cluster, Producer, Reader, Record, ensure_topics, read_all
 from connectors.records import (
     HEADER_CRC,
@@ -247,7 +247,7 @@ def test_unreadable_rollouts_are_dead_letters_and_second_terminals_are_ignored(
     topic, prompts = cluster.topic("rollouts"), cluster.topic("prompts")
     end = encode(Closed(group_id=f"{prompts}/0/0", reason="time_cap"))
     crc = {HEADER_KIND: "group", HEADER_CRC: "00000000", HEADER_WRITER: "rollout"}
-    closed = {HEADER_KIND: "closed", HEADER_WRITER: "rollout"}
+    closed = crc | {HEADER_KIND: "closed", HEADER_CRC: f"{checksum(end):08x}"}
     for key, value, headers in [
         (f"{prompts}/0/0", end, closed),
         (f"{prompts}/0/0", end, closed),
