@@ -88,3 +88,20 @@ def open_lines(prompts: str, *, base_dir: str, seed: int) -> PromptLines:
     if prompts.startswith(GENERATOR_PREFIX):
         return GeneratedPrompts(prompts.removeprefix(GENERATOR_PREFIX), seed)
     return PromptFile(Path(base_dir, prompts).expanduser())
+
+
+def with_task(line: bytes, task: str) -> bytes:
+    """The line, with the task's name if it is a JSON object that names none."""
+    prompt = json_object(line)
+    if prompt is None or "task" in prompt:
+        return line
+    return msgspec.json.encode({"task": task, **prompt})
+
+
+def json_object(line: bytes) -> dict[str, Any] | None:
+    """None when the line is none: the rollout operator says what is wrong with it."""
+    try:
+        value = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

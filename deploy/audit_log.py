@@ -11,15 +11,13 @@ from connectors.kafka.client import Cluster, Record
 from connectors.kafka.tail import PolicyTail
 from connectors.records import (
     HEADER_KIND,
-    Announcement,
     Group,
-    StepRecord,
     Version,
-    decode_as,
 )
 from deploy.audit import Audit, History, Terminal, audit
 from deploy.history import Follower
 from trainer.feed import configured_policy
+from trainer.step_log import read_steps
 
 MAX_LISTED: Final = 100
 """Ids listed a violation."""
@@ -31,28 +29,22 @@ def audit_run(config: Config, cluster: Cluster) -> dict[str, Any]:
     Of a run at work it is a snapshot: manifests are read first, so that whatever they trained has
     its grant and its terminal in what is read after them."""
     trajectories = Follower(cluster, "trajectories", config.kafka.partitions)
-    steps = Follower(cluster, "steps", 1)
     tail = PolicyTail(cluster)
     try:
-        manifests: list[tuple[int, StepRecord]] = [
-            (r.offset, decode_as(r.value, StepRecord)) for r in steps.news()
-        ]
-        announcements: list[Announcement] = []
-        end = tail.end()
-        while tail.position < end:
-            announcements += [a for _, a in tail.poll(0.2)]
+        steps = list(read_steps(cluster))
+        announcements = [announcement for _, announcement in tail.catch_up()]
         found = audit(
             History(
                 prompts_topic=cluster.topic("prompts"),
                 announcements=announcements,
-                steps=manifests,
+                steps=steps,
                 terminals=map(terminal_of, trajectories.news()),
                 bound=configured_policy(config).bound,
                 trajectory_starts=trajectories.starts,
             )
         )
     finally:
-        for reader in (trajectories, steps, tail):
+        for reader in (trajectories, tail):
             reader.close()
     return as_json(found)
 

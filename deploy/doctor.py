@@ -15,8 +15,9 @@ from typing import Final
 import psutil
 
 from connectors.config import Config, ConfigError, load
-from connectors.kafka.client import KafkaFailure, partition_counts
+from connectors.kafka.client import KafkaFailure
 from connectors.kafka.locate import cluster
+from connectors.kafka.topics import partition_counts
 from connectors.prompt_lines import GENERATOR_PREFIX
 from connectors.run_dir import RunDir
 from deploy.errors import EnvironmentFailure

@@ -57,7 +57,7 @@ _BY_NAME: Final = {
     NOT_VERIFIED: (
         "trainer.recovery.ReexecutionDiffers",
         "trainer.step_log.ChainBroken",
-        "trainer.ledger.LedgerBroken",
+        "trainer.accounts.LedgerBroken",
     ),
 }
 """By name: an error's module must not be imported to find out that the error is another one."""

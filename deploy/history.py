@@ -1,7 +1,7 @@
 """A run's past as plain values, folded from its log: what `status`, `audit` and `trace` look at.
 
 Nothing here trusts a process or the trainer's own books; everything comes from records. Pure,
-except for `follow`, which reads.
+except for `Follower`, which reads.
 """
 
 from __future__ import annotations
@@ -56,16 +56,13 @@ class Follower:
         self._reader = Reader(
             cluster, cluster.topic(topic), dict.fromkeys(range(num_partitions), 0)
         )
-        self.starts: Mapping[int, int] = self._reader.starts()
-        for partition, start in self.starts.items():
-            self._reader.seek(partition, start)
+        self.starts: Mapping[int, int] = self._reader.rewind()
         self.ends: Mapping[int, int] = dict(self.starts)
 
     def news(self) -> Iterator[Record]:
         """Every record up to the end at the call, in offset order a partition."""
         self.ends = self._reader.ends()
-        while any(at < self.ends[p] for p, at in self._reader.positions().items()):
-            yield from self._reader.poll(0.2, 5_000)
+        yield from self._reader.read_to(self.ends, 5_000)
 
     def skip(self) -> None:
         """Only takes note of the ends."""

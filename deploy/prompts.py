@@ -14,8 +14,9 @@ from typing import Any, Final
 import msgspec
 
 from connectors.config import Config, ConfigError, load
-from connectors.kafka.client import Producer, ensure_topics
+from connectors.kafka.client import Producer
 from connectors.kafka.locate import topics
+from connectors.kafka.topics import ensure_topics
 from connectors.prompt_lines import GENERATOR_PREFIX, open_lines
 from connectors.records import Prompt, encode
 from connectors.run_dir import RunDir

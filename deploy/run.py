@@ -19,8 +19,8 @@ import msgspec
 from rich.console import Console
 
 from connectors.config import Config
-from connectors.kafka.client import ensure_topics
 from connectors.kafka.locate import cluster, topics
+from connectors.kafka.topics import ensure_topics
 from connectors.run_dir import RunDir
 from deploy import curve, errors, health, run_folder
 from deploy.errors import EnvironmentFailure

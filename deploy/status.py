@@ -162,10 +162,8 @@ class RunStatus:
 
     def catch_up(self) -> None:
         """Folds what was written up to the call."""
-        end = self._tail.end()
-        while self._tail.position < end:
-            for _, announcement in self._tail.poll(0.2):
-                self.fold.announce(announcement)
+        for _, announcement in self._tail.catch_up():
+            self.fold.announce(announcement)
         for record in self._topics["steps"].news():
             step: StepRecord = decode_as(record.value, StepRecord)
             self.fold.chain.observe(record.offset, step)

@@ -14,7 +14,6 @@ from connectors.records import (
     HEADER_KIND,
     Closed,
     Origin,
-    StepRecord,
     Trajectory,
     decode_as,
     parse_group_id,
@@ -22,7 +21,7 @@ from connectors.records import (
 from connectors.run_dir import RunDir
 from deploy.history import Follower
 from trainer.checkpoint import CheckpointStore
-from trainer.step_log import Chain
+from trainer.step_log import Chain, read_steps
 
 
 def trace_run(config: Config, run_dir: RunDir, log: Cluster, wanted: str) -> dict[str, Any]:
@@ -80,13 +79,9 @@ def _prompt(log: Cluster, origin: Origin) -> Any:
 
 
 def _trained_step(log: Cluster, group_id: str) -> int | None:
-    steps, chain = Follower(log, "steps", 1), Chain()
-    try:
-        for record in steps.news():
-            entry: StepRecord = decode_as(record.value, StepRecord)
-            chain.observe(record.offset, entry)
-    finally:
-        steps.close()
+    chain = Chain()
+    for offset, record in read_steps(log):
+        chain.observe(offset, record)
     return next(
         (m.step for m in chain.manifests for r in m.records if r.group_id == group_id), None
     )

@@ -26,7 +26,7 @@ from connectors.engines.client import EnginePool
 from connectors.engines.types import Engine
 from connectors.kafka.client import Cluster, Producer, read_all
 from connectors.kafka.tail import PolicyTail
-from connectors.prompt_lines import open_lines
+from connectors.prompt_lines import open_lines, with_task
 from connectors.records import (
     HEADER_KIND,
     HEADER_WRITER,
@@ -65,7 +65,14 @@ def evaluate(config: Config, run_dir: RunDir, stop: threading.Event) -> None:
     if cluster is None:
         return
     pool = EnginePool(lambda: run_dir.engine_urls(config))
-    asyncio.run(follow(config, cluster, pool, stop))
+
+    async def follow_and_close() -> None:
+        try:
+            await follow(config, cluster, pool, stop)
+        finally:
+            await pool.close()
+
+    asyncio.run(follow_and_close())
 
 
 async def follow(config: Config, cluster: Cluster, engine: Engine, stop: threading.Event) -> None:
@@ -176,15 +183,7 @@ def _lines(config: Config, task: str, prompts: str) -> list[bytes]:
     count = config.eval.max_prompts
     if lines.num_lines is not None:
         count = min(count, lines.num_lines)
-    return [_with_task(lines.line(k), task) for k in range(count)]
-
-
-def _with_task(line: bytes, task: str) -> bytes:
-    try:
-        prompt = msgspec.json.decode(line)
-    except msgspec.DecodeError:
-        return line  # the rollout operator says what is wrong with it
-    return msgspec.json.encode({"task": task, **prompt}) if isinstance(prompt, dict) else line
+    return [with_task(lines.line(k), task) for k in range(count)]
 
 
 def _asked(prompt: Prompt) -> str:

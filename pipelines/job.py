@@ -25,16 +25,11 @@ from connectors.engines.client import EnginePool
 from connectors.engines.types import Engine
 from connectors.files import FileLock, Locked, replace_file
 from connectors.kafka.async_op import end_work
-from connectors.kafka.client import (
-    BrokerUnavailable,
-    Cluster,
-    Reader,
-    ensure_topics,
-    partition_counts,
-)
+from connectors.kafka.client import BrokerUnavailable, Cluster, Reader
 from connectors.kafka.locate import cluster as find_cluster
 from connectors.kafka.locate import topics
 from connectors.kafka.source import STOP, SourceOf, StopFlag
+from connectors.kafka.topics import ensure_topics, num_partitions
 from connectors.run_dir import RunDir
 from connectors.signals import stop_on_signals
 from connectors.text import Text
@@ -186,7 +181,7 @@ def _written(cluster: Cluster, stages: set[str]) -> str | None:
     """The topic a run of these stages has written to, None for a new run."""
     topics = [t for s, t in (("rollout", "rollouts"), ("reward", "trajectories")) if s in stages]
     for topic in topics:
-        count = partition_counts(cluster, [topic])[topic]
+        count = num_partitions(cluster, topic)
         reader = Reader(cluster, cluster.topic(topic), dict.fromkeys(range(count), 0))
         try:
             if any(reader.ends().values()):

@@ -94,9 +94,7 @@ class DropBefore:
     def _poll(self) -> None:
         if self._tail is None:
             self._tail = PolicyTail(self._cluster)
-        end = self._tail.end()
-        while self._tail.position < end:
-            self._tail.poll(0.1)
+        self._tail.catch_up()
 
 
 def score(rewards: Rewards, drop_before: DropBefore, cluster: Cluster) -> Work:

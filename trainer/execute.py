@@ -100,6 +100,8 @@ def untrainable(group: Group, advantage_name: str, vocabulary_size: int) -> str 
             return f"{trajectory.trajectory_id}: no tokens, or ids outside [0, {vocabulary_size})"
     samples: dict[int, float] = {}
     for trajectory in group.trajectories:
+        if not _is_sample(trajectory):
+            return f"{trajectory.trajectory_id} is no id of group {group.group_id}"
         if samples.setdefault(_sample(trajectory), trajectory.reward) != trajectory.reward:
             return f"branches of {trajectory.trajectory_id} differ in reward"
     if advantage_name in GROUP_ESTIMATORS and len(samples) < 2:
@@ -133,6 +135,11 @@ def _ages(groups: Sequence[Group], version: Version) -> Iterator[tuple[int, int]
                 count = int(trajectory.loss_mask[segment.start : segment.end].sum())
                 if count:
                     yield version.number - segment.number, count
+
+
+def _is_sample(trajectory: Trajectory) -> bool:
+    parts = trajectory.trajectory_id.removeprefix(trajectory.group_id).split("/")
+    return parts[0] == "" and len(parts) in (2, 3) and all(p.isdecimal() for p in parts[1:])
 
 
 def _sample(trajectory: Trajectory) -> int:

@@ -46,8 +46,9 @@ from connectors.records import (
 )
 from operators.staleness import policy as named_policy
 from operators.staleness.types import StalenessPolicy
+from trainer.accounts import LedgerBroken
 from trainer.feed_state import FeedState
-from trainer.ledger import FeedCore, LedgerBroken, recover
+from trainer.ledger import FeedCore, recover
 from trainer.step_log import Fenced
 
 log = logging.getLogger(__name__)
@@ -227,7 +228,7 @@ class Feed:
     def _open(self, clients: ExitStack) -> None:
         cluster, core = self._cluster, self._core
         opened = clients.enter_context
-        prompts = dict.fromkeys(range(len(core.limits)), 0)
+        prompts = dict.fromkeys(range(len(core.accounts.limits)), 0)
         self._producer = opened(closing(Producer(cluster)))
         self._prompts = opened(closing(Reader(cluster, cluster.topic("prompts"), prompts)))
         self._tail = opened(
@@ -236,7 +237,7 @@ class Feed:
         self._recover()
         read = dict(enumerate(core.read))
         self._reader = opened(closing(Reader(cluster, cluster.topic("trajectories"), read)))
-        for entry in list(core.open.values()):
+        for entry in list(core.accounts.open.values()):
             if entry.coordinate is not None:
                 self._groups[entry.group_id] = self._read_group(entry.coordinate)
 
@@ -291,7 +292,7 @@ class Feed:
         except (CorruptRecord, UnknownRecord) as error:
             group_id = (record.key or b"").decode(errors="replace")
             first = core.closed(group_id, "malformed", at=at)
-            if first or not core.granted(group_id):
+            if first or not core.accounts.granted(group_id):
                 self._dead_letter(record, error)
             return
         if isinstance(ended, Closed):
@@ -326,13 +327,15 @@ class Feed:
             self._unfilled |= stirred
             return False
         self._unfilled = False
-        before = len(self._core.committed), self._core.num_dropped
+        before = len(self._core.committed), self._core.accounts.counts().dropped
         step = self._core.choose()
         if step is None:
-            return (len(self._core.committed), self._core.num_dropped) != before
+            return (len(self._core.committed), self._core.accounts.counts().dropped) != before
         self._unfilled = True
         groups = tuple(self._groups.pop(r.group_id) for r in step.records)
-        self._groups = {g: group for g, group in self._groups.items() if g in self._core.open}
+        self._groups = {
+            g: group for g, group in self._groups.items() if g in self._core.accounts.open
+        }
         with self._changed:
             self._next = StepInput(
                 step=step.step,
@@ -402,16 +405,16 @@ class Feed:
             return
         self._reported_at = now
         ends, core = self._reader.ends(), self._core
-        ready = sum(entry.coordinate is not None for entry in core.open.values())
+        ready = sum(entry.coordinate is not None for entry in core.accounts.open.values())
         self._status = {
             "lag": {p: end - core.read[p] for p, end in ends.items()},
-            "waiting_for": self._waiting_for(len(core.open) - ready),
+            "waiting_for": self._waiting_for(len(core.accounts.open) - ready),
             "credits": self._credits,
             "ready": ready,
-            "running": len(core.open) - ready,
+            "running": len(core.accounts.open) - ready,
             "open_step": core.version.number + 1,
             "published": str(core.published) if core.published else None,
-            **core.audit_counts(),
+            **core.accounts.audit_counts(),
         }
 
     def _waiting_for(self, num_running: int) -> str:

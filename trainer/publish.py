@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from connectors.records import Version
 from connectors.weights import (
@@ -63,9 +63,9 @@ class Publisher:
     at least one does, `seconds` after it was submitted. Of versions overtaken while they wait, only
     the newest is published.
 
-    An engine's failure is logged, kept in `failures` and tried again about every `poll_s`. Only a
-    newer trainer (EpochRefused), a failing callback or a failing `discover` ends the thread; the
-    owner learns of it by `check`.
+    An engine's failure is logged, kept in `failures` and tried again about every `poll_s`, for as
+    long as `discover` names the engine. Only a newer trainer (EpochRefused), a failing callback or
+    a failing `discover` ends the thread; the owner learns of it by `check`.
     """
 
     def __init__(
@@ -235,8 +235,10 @@ class Publisher:
         """Takes over what engines said. An answer asked for before the engine was last told
         something is passed over: one that failed is tried again after its next answer."""
         all_seen = self._watch.seen()
-        for url in self._held.keys() - all_seen.keys():
-            del self._held[url]
+        known: tuple[dict[str, Any], ...] = (self._held, self._told, self.failures)
+        for about in known:
+            for url in about.keys() - all_seen.keys():
+                del about[url]
         for url, seen in all_seen.items():
             if seen.asked_at < self._told.get(url, 0.0):
                 continue

@@ -16,6 +16,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from connectors.kafka.client import Cluster, Producer, Reader
@@ -178,13 +179,9 @@ class StepLog:
 
 def read_steps(cluster: Cluster) -> Iterator[tuple[int, StepRecord]]:
     """All of `steps` up to its end at the call, for `chain`."""
-    reader = Reader(cluster, cluster.topic("steps"), {PARTITION: 0})
-    try:
-        end = reader.ends()[PARTITION]
-        reader.seek(PARTITION, reader.starts()[PARTITION])
-        while reader.positions()[PARTITION] < end:
-            for record in reader.poll(0.5, max_records=500):
-                if record.offset < end:
-                    yield record.offset, decode_as(record.value, StepRecord)
-    finally:
-        reader.close()
+    with closing(Reader(cluster, cluster.topic("steps"), {PARTITION: 0})) as reader:
+        ends = reader.ends()
+        reader.rewind()
+        for record in reader.read_to(ends):
+            if record.offset < ends[PARTITION]:
+                yield record.offset, decode_as(record.value, StepRecord)

@@ -41,13 +41,33 @@ T = TypeVar("T")
 Completions = tuple[Completion, ...]
 
 
-class HttpEngine:
-    """One engine, for the users of one asyncio loop."""
+class _Sessions:
+    """The HTTP session of one asyncio loop, opened at its first use."""
 
-    def __init__(self, url: str, *, state_s: float = STATE_S) -> None:
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    def open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # Every running request holds a connection; the engine queues, not the connector.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        return self._session
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+class HttpEngine:
+    """One engine, for the users of one asyncio loop. Engines may share `sessions`."""
+
+    def __init__(
+        self, url: str, *, state_s: float = STATE_S, sessions: _Sessions | None = None
+    ) -> None:
         self.url = url.rstrip("/")
         self._state_s = state_s
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions = sessions or _Sessions()
 
     async def generate(self, request: GenerateRequest) -> Completions:
         done: Completions = await self._post("/generate", request, Completions)
@@ -69,9 +89,7 @@ class HttpEngine:
         return state
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._sessions.close()
 
     async def _post(self, path: str, body: msgspec.Struct, kind: Any) -> Any:
         # Without an end: generation takes as long as it takes, and the caller has its own time cap.
@@ -86,11 +104,8 @@ class HttpEngine:
         kind: Any,
         timeout: aiohttp.ClientTimeout,
     ) -> Any:
-        if self._session is None:
-            # Every running request holds a connection; the engine queues, not the connector.
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         try:
-            async with self._session.request(
+            async with self._sessions.open().request(
                 method, self.url + path, data=body, timeout=timeout
             ) as answer:
                 data = await answer.read()
@@ -151,6 +166,7 @@ class EnginePool:
         self._probe_s = probe_s
         self._state_s = state_s
         self._clock = clock
+        self._sessions = _Sessions()
         self._members: dict[str, _Member] = {}
         self._sent_to: dict[str, str] = {}
 
@@ -227,8 +243,7 @@ class EnginePool:
         )
 
     async def close(self) -> None:
-        for member in self._members.values():
-            await member.engine.close()
+        await self._sessions.close()
 
     async def _least_loaded(self, least: Version | None) -> _Member:
         """Waits until an engine is reachable."""
@@ -242,12 +257,15 @@ class EnginePool:
 
     async def _reachable(self, max_age_s: float = STATE_AGE_S) -> list[_Member]:
         urls = list(dict.fromkeys(url.rstrip("/") for url in self._discover()))
-        for url in urls:
-            self._members.setdefault(url, _Member(HttpEngine(url, state_s=self._state_s)))
-        members = [self._members[url] for url in urls]
+        # A restarted engine has another URL: those that are named no more are forgotten.
+        self._members = {url: self._members.get(url) or self._new_member(url) for url in urls}
+        members = list(self._members.values())
         now = self._clock()
         await asyncio.gather(*(self._look(m) for m in members if now - m.seen_at >= max_age_s))
         return [m for m in members if m.state is not None]
+
+    def _new_member(self, url: str) -> _Member:
+        return _Member(HttpEngine(url, state_s=self._state_s, sessions=self._sessions))
 
     async def _look(self, member: _Member) -> None:
         member.seen_at = self._clock()

@@ -1,4 +1,4 @@
-"""The one file that imports kafka-python's client: producer, reader and topic administration.
+"""Producer and reader. With `topics`, the only file that imports kafka-python's client.
 
 Every client here rides out a broker restart: it retries until `unavailable_s` has passed and
 then raises `BrokerUnavailable`. A reader never skips: an offset that retention removed raises
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import kafka
 from kafka import TopicPartition
 from kafka import errors as kafka_errors
-from kafka.admin import KafkaAdminClient
 
 from connectors.config import ConfigError
 
@@ -102,10 +102,10 @@ class Producer:
         self._pending: list[Any] = []
         self._topics: set[str] = set()
         request_ms = _request_timeout_ms(cluster)
-        self._producer: Any = _connected(
+        self._producer: Any = connected(
             cluster,
             lambda: kafka.KafkaProducer(
-                **_connection(cluster),
+                **connection(cluster),
                 acks="all",
                 enable_idempotence=True,
                 compression_type=compression,
@@ -178,9 +178,9 @@ class Reader:
 
     `poll` returns what is there (possibly nothing) within `timeout_s`, at most `max_records`, in
     offset order a partition. `positions` are the next offsets; they pass offsets that hold no
-    record. `seek` moves one partition. `read_at` returns the record at exactly that offset,
-    leaving positions unchanged (OffsetGone if there is none). `ends`/`starts` are the log end
-    (next offset to be written) and start offsets, asked from the broker.
+    record. `seek` moves one partition, `rewind` all. `read_at` returns the record at exactly that
+    offset, leaving positions unchanged (OffsetGone if there is none). `ends`/`starts` are the log
+    end (next offset to be written) and start offsets, asked from the broker.
     """
 
     def __init__(self, cluster: Cluster, topic: str, offsets: Mapping[int, int]) -> None:
@@ -192,7 +192,7 @@ class Reader:
         self._away_s = 0.0
         self._polled_at = 0.0
         self._consumer: Any = self._open(FETCH_BYTES, FETCH_WAIT_MS)
-        known = _ride_out(cluster, topic, lambda _: self._consumer.partitions_for_topic(topic))
+        known = ride_out(cluster, topic, lambda _: self._consumer.partitions_for_topic(topic))
         missing = [p for p in self._partitions if p not in known]
         if missing:
             self.close()
@@ -246,6 +246,18 @@ class Reader:
     def positions(self) -> dict[int, int]:
         return {p: self._consumer.position(where) for p, where in self._partitions.items()}
 
+    def rewind(self) -> dict[int, int]:
+        """Moves every partition to its start, what retention removed left out; the starts."""
+        starts = self.starts()
+        for partition, start in starts.items():
+            self.seek(partition, start)
+        return starts
+
+    def read_to(self, ends: Mapping[int, int], max_records: int = 500) -> Iterator[Record]:
+        """Polls until no position lies below `ends`; what was written since comes along."""
+        while any(at < ends[partition] for partition, at in self.positions().items()):
+            yield from self.poll(0.5, max_records)
+
     def ends(self) -> dict[int, int]:
         return self._offsets(list(self._partitions), end=True)
 
@@ -259,10 +271,10 @@ class Reader:
 
     def _open(self, fetch_bytes: int, wait_ms: int) -> Any:
         cluster = self._cluster
-        return _connected(
+        return connected(
             cluster,
             lambda: kafka.KafkaConsumer(
-                **_connection(cluster),
+                **connection(cluster),
                 group_id=None,
                 enable_auto_commit=False,
                 auto_offset_reset="none",  # a resume below the log's start must fail, not skip
@@ -298,7 +310,7 @@ class Reader:
     def _offsets(self, partitions: Sequence[int], *, end: bool) -> dict[int, int]:
         where = [TopicPartition(self._topic, p) for p in partitions]
         ask = self._consumer.end_offsets if end else self._consumer.beginning_offsets
-        found = _ride_out(
+        found = ride_out(
             self._cluster, f"offsets of {self._topic}", lambda ms: ask(where, timeout_ms=ms)
         )
         return {w.partition: offset for w, offset in found.items()}
@@ -316,58 +328,13 @@ class Reader:
             raise BrokerUnavailable(_unanswered(self._cluster))
 
 
-def ensure_topics(cluster: Cluster, partitions: Mapping[str, int]) -> None:
-    """Creates the topics that are missing (names without namespace); KafkaFailure if one exists
-    with another partition count. Returns once every topic can be read and written. What is kept
-    is decided by those who read it, so the broker removes nothing by age."""
-    limits = {"max.message.bytes": str(cluster.max_message_bytes), "retention.ms": "-1"}
-
-    def attempt(admin: Any) -> None:
-        existing = _counts(admin, cluster)
-        missing = {
-            cluster.topic(name): {
-                "num_partitions": count,
-                "replication_factor": -1,
-                "configs": limits,
-            }
-            for name, count in partitions.items()
-            if name not in existing
-        }
-        if missing:
-            try:
-                admin.create_topics(missing)
-            except kafka_errors.TopicAlreadyExistsError:
-                existing = _counts(admin, cluster)  # another process was faster
-            admin.wait_for_topics(list(missing))
-            existing = _counts(admin, cluster)
-        for name, count in partitions.items():
-            if existing.get(name) != count:
-                raise KafkaFailure(
-                    f"topic {cluster.topic(name)} has {existing.get(name)} partitions, not {count}"
-                )
-
-    _administer(cluster, attempt)
-
-
-def partition_counts(cluster: Cluster, topics: Sequence[str] | None = None) -> dict[str, int]:
-    """Partition count of each existing topic of the namespace (names without namespace)."""
-    found = _administer(cluster, lambda admin: _counts(admin, cluster))
-    return {name: n for name, n in found.items() if topics is None or name in topics}
-
-
 def read_all(cluster: Cluster, topic: str, partitions: Iterable[int]) -> list[Record]:
     """Everything in the partitions now, up to the end offsets at the call, ordered by partition and
     offset; `topic` is the full name. For tools and audits."""
-    reader = Reader(cluster, topic, dict.fromkeys(partitions, 0))
-    try:
+    with closing(Reader(cluster, topic, dict.fromkeys(partitions, 0))) as reader:
         ends = reader.ends()
-        for partition, start in reader.starts().items():
-            reader.seek(partition, start)
-        records: list[Record] = []
-        while any(position < ends[p] for p, position in reader.positions().items()):
-            records += reader.poll(0.5, 10_000)
-    finally:
-        reader.close()
+        reader.rewind()
+        records = list(reader.read_to(ends, 10_000))
     kept = [r for r in records if r.offset < ends[r.partition]]
     return sorted(kept, key=lambda r: (r.partition, r.offset))
 
@@ -388,7 +355,8 @@ def _request_timeout_ms(cluster: Cluster) -> int:
     return int(min(30.0, max(1.0, cluster.unavailable_s / 2)) * 1000)
 
 
-def _connection(cluster: Cluster) -> dict[str, Any]:
+def connection(cluster: Cluster) -> dict[str, Any]:
+    """What every client of kafka-python is made with."""
     return {
         "bootstrap_servers": cluster.bootstrap_servers.split(","),
         "bootstrap_timeout_ms": max(int(cluster.unavailable_s * 1000), 1),
@@ -400,7 +368,8 @@ def _connection(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _connected(cluster: Cluster, construct: Callable[[], T]) -> T:
+def connected(cluster: Cluster, construct: Callable[[], T]) -> T:
+    """A client of kafka-python; ConfigError or KafkaFailure when it cannot be made."""
     try:
         return construct()
     except (kafka_errors.KafkaConfigurationError, ValueError, TypeError) as error:
@@ -409,7 +378,7 @@ def _connected(cluster: Cluster, construct: Callable[[], T]) -> T:
         raise _translated(error, cluster, "cannot connect") from error
 
 
-def _ride_out(cluster: Cluster, what: str, attempt: Callable[[int], T]) -> T:
+def ride_out(cluster: Cluster, what: str, attempt: Callable[[int], T]) -> T:
     """`attempt(time-out in ms)` until it succeeds or the broker was away for `unavailable_s`."""
     deadline = time.monotonic() + cluster.unavailable_s
     while True:
@@ -420,22 +389,6 @@ def _ride_out(cluster: Cluster, what: str, attempt: Callable[[int], T]) -> T:
             if not error.retriable or left_s == 0.0:
                 raise _translated(error, cluster, what) from error
         time.sleep(0.05)
-
-
-def _administer(cluster: Cluster, attempt: Callable[[Any], T]) -> T:
-    admin = _connected(cluster, lambda: KafkaAdminClient(**_connection(cluster)))
-    try:
-        return _ride_out(cluster, "topics", lambda _: attempt(admin))
-    finally:
-        admin.close()
-
-
-def _counts(admin: Any, cluster: Cluster) -> dict[str, int]:
-    return {
-        topic["name"].removeprefix(cluster.namespace): len(topic["partitions"])
-        for topic in admin.describe_topics()
-        if topic["name"].startswith(cluster.namespace) and topic["error_code"] == 0
-    }
 
 
 def _translated(error: Exception, cluster: Cluster, what: str) -> KafkaFailure:

@@ -15,22 +15,14 @@ import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from connectors.config import Config, ConfigError
-from connectors.kafka.client import (
-    Cluster,
-    KafkaFailure,
-    Producer,
-    Reader,
-    Record,
-    RecordTooLarge,
-    partition_counts,
-)
+from connectors.kafka.client import Cluster, KafkaFailure, Producer, Reader, Record, RecordTooLarge
 from connectors.kafka.tail import PolicyTail
-from connectors.prompt_lines import PromptLines, open_lines
+from connectors.kafka.topics import num_partitions
+from connectors.prompt_lines import PromptLines, json_object, open_lines, with_task
 
 HEADER_FEED = "feed"
 """Running index of a fed record."""
@@ -57,7 +49,7 @@ class Fed:
 
     def value(self, k: int) -> bytes:
         num_lines = self.lines.num_lines
-        return _with_task(self.lines.line(k if num_lines is None else k % num_lines), self.name)
+        return with_task(self.lines.line(k if num_lines is None else k % num_lines), self.name)
 
 
 def feed_prompts(cluster: Cluster, config: Config, stop: threading.Event) -> None:
@@ -93,12 +85,10 @@ class Feeder:
     def __init__(self, cluster: Cluster, fed: list[Fed], ahead: int) -> None:
         self._topic = cluster.topic("prompts")
         self._fed, self._ahead = fed, ahead
-        num_partitions = partition_counts(cluster, ["prompts"]).get("prompts", 0)
-        if num_partitions == 0:
-            raise KafkaFailure(f"topic {self._topic} does not exist")
-        self._reader = Reader(cluster, self._topic, dict.fromkeys(range(num_partitions), 0))
+        count = num_partitions(cluster, "prompts")
+        self._reader = Reader(cluster, self._topic, dict.fromkeys(range(count), 0))
         self._starts = self._reader.starts()
-        self._progress = _progress(self._reader, num_partitions)
+        self._progress = _progress(self._reader, count)
         self._tail = PolicyTail(cluster)
         self._producer = Producer(cluster)
 
@@ -176,7 +166,7 @@ def choose(fed: list[Fed], used: Mapping[str, int], index: int) -> Fed | None:
     return left[-1]
 
 
-def _progress(reader: Reader, num_partitions: int) -> _Progress:
+def _progress(reader: Reader, count: int) -> _Progress:
     """Where a dead feeder stopped. It may have got further in one partition than in another, so the
     scan goes back until it holds the record just before the first index that is missing."""
     window = 2 * FLUSH_RECORDS
@@ -184,11 +174,11 @@ def _progress(reader: Reader, num_partitions: int) -> _Progress:
     while True:
         first = {p: max(starts[p], end - window) for p, end in ends.items()}
         records = _fed_records(reader, first, ends)
-        last = [-1] * num_partitions
+        last = [-1] * count
         for record, index in records:
             last[record.partition] = max(last[record.partition], index)
         whole = first == starts
-        missing = min(n + num_partitions if n >= 0 else p for p, n in enumerate(last))
+        missing = min(n + count if n >= 0 else p for p, n in enumerate(last))
         if missing == 0 and whole:
             return _Progress(last=last)
         before = next((record for record, index in records if index == missing - 1), None)
@@ -206,30 +196,13 @@ def _fed_records(
     """The fed records of [first, ends), with their indices."""
     for partition, offset in first.items():
         reader.seek(partition, offset)
-    found: list[tuple[Record, int]] = []
-    while any(position < ends[p] for p, position in reader.positions().items()):
-        for record in reader.poll(0.5):
-            if HEADER_FEED in record.headers:
-                found.append((record, int(record.headers[HEADER_FEED])))
-    return found
-
-
-def _with_task(line: bytes, task: str) -> bytes:
-    """The line, with the task's name if it is a JSON object that names none."""
-    prompt = _object(line)
-    if prompt is None or "task" in prompt:
-        return line
-    return msgspec.json.encode({"task": task, **prompt})
+    return [
+        (record, int(record.headers[HEADER_FEED]))
+        for record in reader.read_to(ends)
+        if HEADER_FEED in record.headers
+    ]
 
 
 def _prompt_id(value: bytes) -> bytes | None:
-    name = (_object(value) or {}).get("id")
+    name = (json_object(value) or {}).get("id")
     return name.encode() if isinstance(name, str) else None
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None

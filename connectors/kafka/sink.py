@@ -10,11 +10,13 @@ written one stays.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from bytewax.outputs import FixedPartitionedSink, StatefulSinkPartition
 
-from connectors.kafka.client import Cluster, KafkaFailure, Producer, Reader, partition_counts
+from connectors.kafka.client import Cluster, Producer, Reader
+from connectors.kafka.topics import num_partitions
 from connectors.records import HEADER_WRITER
 
 
@@ -39,9 +41,7 @@ class LogSink(FixedPartitionedSink):  # type: ignore[misc]
         self._cluster, self._topic, self._writer = cluster, topic, writer
 
     def list_parts(self) -> list[str]:
-        count = partition_counts(self._cluster, [self._topic]).get(self._topic)
-        if count is None:
-            raise KafkaFailure(f"topic {self._cluster.topic(self._topic)} does not exist")
+        count = num_partitions(self._cluster, self._topic)
         # bytewax indexes the parts in the order of their names, so "10" must not precede "2"
         return [f"{partition:05d}" for partition in range(count)]
 
@@ -87,15 +87,11 @@ class SinkPart(StatefulSinkPartition):  # type: ignore[misc]
 
     def _read_back(self, cluster: Cluster, since: int) -> int:
         """Adds the keys this writer wrote at or after `since`; the partition's end offset."""
-        reader = Reader(cluster, self._topic, {self._partition: 0})
-        try:
-            end = reader.ends()[self._partition]
+        with closing(Reader(cluster, self._topic, {self._partition: 0})) as reader:
+            ends = reader.ends()
             # What retention removed was read by everyone long ago.
             reader.seek(self._partition, max(since, reader.starts()[self._partition]))
-            while reader.positions()[self._partition] < end:
-                for record in reader.poll(0.5):
-                    if record.headers.get(HEADER_WRITER) == self._writer and record.key is not None:
-                        self._unmatched.add(record.key.decode())
-        finally:
-            reader.close()
-        return end
+            for record in reader.read_to(ends):
+                if record.headers.get(HEADER_WRITER) == self._writer and record.key is not None:
+                    self._unmatched.add(record.key.decode())
+        return ends[self._partition]

@@ -17,16 +17,9 @@ from typing import Final
 
 from bytewax.inputs import FixedPartitionedSource, StatefulSourcePartition
 
-from connectors.kafka.client import (
-    Cluster,
-    KafkaFailure,
-    NoRecord,
-    OffsetGone,
-    Reader,
-    Record,
-    partition_counts,
-)
+from connectors.kafka.client import Cluster, NoRecord, OffsetGone, Reader, Record
 from connectors.kafka.tail import PolicyTail
+from connectors.kafka.topics import num_partitions
 from connectors.records import Origin, Version
 
 MAX_BATCH = 100
@@ -66,9 +59,7 @@ class LogSource(FixedPartitionedSource):  # type: ignore[misc]
         self._cluster, self._topic, self._granted, self._stop = cluster, topic, granted, stop
 
     def list_parts(self) -> list[str]:
-        count = partition_counts(self._cluster, [self._topic]).get(self._topic)
-        if count is None:
-            raise KafkaFailure(f"topic {self._cluster.topic(self._topic)} does not exist")
+        count = num_partitions(self._cluster, self._topic)
         return [str(partition) for partition in range(count)]
 
     def build_part(

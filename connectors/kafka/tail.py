@@ -41,9 +41,16 @@ class PolicyTail:
                 found.append((record.offset, spoken))
         return found
 
+    def catch_up(self) -> list[tuple[int, Announcement]]:
+        """Polls until everything before the call is read: `latest` is at least what held then."""
+        found: list[tuple[int, Announcement]] = []
+        end = self.end()
+        while self.position < end:
+            found += self.poll(0.2)
+        return found
+
     def end(self) -> int:
-        """The end offset of `policy` now: once `position` reaches it, `latest` is what held at the
-        call."""
+        """The end offset of `policy` now."""
         return self._reader.ends()[0]
 
     def close(self) -> None:

@@ -40,6 +40,10 @@ def config_file(tmp_path: Path, text: str) -> Path:
             "[trainer]\nadvantage = 'grpoo'",
             "trainer.advantage: input should be 'grpo', got 'grpoo'",
         ),
+        (
+            "[trainer]\nlearning_rate = inf",
+            "trainer.learning_rate: input should be a finite number",
+        ),
         ("[engine]\nkind = 'vllm'", "engine.kind: only 'hf' is available yet, got 'vllm'"),
         ("[rollout]\noversample = 2", "rollout.oversample: only 0 is available yet, got 2"),
         (

@@ -334,3 +334,18 @@ def test_an_answer_that_makes_no_sense_is_an_error() -> None:
             await client.close()
 
     asyncio.run(main())
+
+
+def test_an_engine_that_is_named_no_more_is_forgotten() -> None:
+    async def main() -> None:
+        async with serving(ScriptedEngine()) as engine:
+            urls = [f"http://127.0.0.1:1/{restart}" for restart in range(5)]
+            pool = EnginePool(lambda: [engine.url, *urls[:1]])
+            while urls:
+                await pool.generate(request(f"r{len(urls)}"))
+                urls.pop(0)
+            await pool.generate(request("last"))
+            assert list(pool._members) == [engine.url]
+            await pool.close()
+
+    asyncio.run(main())

@@ -19,8 +19,9 @@ import pytest
 
 from connectors.config import Config, ConfigError, parse
 from connectors.kafka import feeder as feeder_module
-from connectors.kafka.client import Cluster, Producer, Reader, Record, ensure_topics, read_all
+from connectors.kafka.client import Cluster, Producer, Reader, Record, read_all
 from connectors.kafka.feeder import HEADER_FEED, Fed, Feeder, choose, feed_prompts
+from connectors.kafka.topics import ensure_topics
 from connectors.prompt_lines import PromptFile, open_lines
 from connectors.records import Announcement, Version, encode
 

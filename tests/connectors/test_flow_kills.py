@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from bytewax.recovery import init_db_dir
 
-from connectors.kafka.client import Cluster, Producer, Reader, Record, ensure_topics, read_all
+from connectors.kafka.client import Cluster, Producer, Reader, Record, read_all
+from connectors.kafka.topics import ensure_topics
 from connectors.records import Announcement, Begin, Version, encode, parse_group_id
 from tests.broker_process import BrokerProcess
 

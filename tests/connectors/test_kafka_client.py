@@ -20,10 +20,9 @@ from connectors.kafka.client import (
     Reader,
     Record,
     RecordTooLarge,
-    ensure_topics,
-    partition_counts,
     read_all,
 )
+from connectors.kafka.topics import ensure_topics, partition_counts
 from tests.broker_process import BrokerProcess
 
 

@@ -9,16 +9,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from connectors.kafka.client import (
-    Cluster,
-    KafkaFailure,
-    Producer,
-    RecordTooLarge,
-    ensure_topics,
-    read_all,
-)
+from connectors.kafka.client import Cluster, KafkaFailure, Producer, RecordTooLarge, read_all
 from connectors.kafka.dead_letters import dead_letter, fits
 from connectors.kafka.sink import LogSink, Outgoing, SinkPart, SinkState
+from connectors.kafka.topics import ensure_topics
 from connectors.records import Origin
 
 

@@ -9,14 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from connectors.kafka import source as source_module
-from connectors.kafka.client import (
-    Cluster,
-    KafkaFailure,
-    OffsetGone,
-    Producer,
-    Record,
-    ensure_topics,
-)
+from connectors.kafka.client import Cluster, KafkaFailure, OffsetGone, Producer, Record
 from connectors.kafka.source import (
     MAX_BATCH,
     Item,
@@ -26,6 +19,7 @@ from connectors.kafka.source import (
     SourceState,
     StopFlag,
 )
+from connectors.kafka.topics import ensure_topics
 from connectors.records import Announcement, Begin, PolicyRecord, Version, encode
 
 TOPICS = {"prompts": 2, "policy": 1}

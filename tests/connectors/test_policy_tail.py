@@ -7,8 +7,9 @@ import time
 import msgspec
 import pytest
 
-from connectors.kafka.client import Cluster, Producer, ensure_topics
+from connectors.kafka.client import Cluster, Producer
 from connectors.kafka.tail import PolicyTail
+from connectors.kafka.topics import ensure_topics
 from connectors.records import Announcement, Begin, PolicyRecord, Version, encode
 
 

@@ -6,9 +6,9 @@ from connectors.broker.errors import PortTaken
 from connectors.config import ConfigError
 from connectors.kafka.client import BrokerUnavailable
 from deploy.errors import EnvironmentFailure, RunFailed, explain
+from trainer.accounts import LedgerBroken
 from trainer.checkpoint import CheckpointFailed
 from trainer.feed import FeedFailed
-from trainer.ledger import LedgerBroken
 from trainer.step_log import ChainBroken, Fenced
 
 

@@ -118,3 +118,13 @@ def test_a_child_whose_supervisor_is_already_gone_does_not_start(
     done = subprocess.run([*command, "--supervisor", str(stranger)], check=False, timeout=60)
     assert done.returncode == -signal.SIGKILL
     assert not registered(run_dir)
+
+
+def test_the_last_line_of_a_log_is_found_without_reading_all_of_it(tmp_path: Path) -> None:
+    log = tmp_path / "role.log"
+    with log.open("wb") as file:
+        file.truncate(1 << 40)  # sparse: reading it all would take minutes
+        file.seek(0, 2)
+        file.write(b"\nfirst\nheadwater: it failed\n\n")
+    assert last_line(log) == "it failed"
+    assert last_line(tmp_path / "none.log") == "no log was written"

@@ -213,7 +213,8 @@ def test_200_steps_of_failing_rewards_and_malformed_prompts_leak_no_credit(
 
 
 def _topics_are_there(run: SmallRun) -> bool:
-    from connectors.kafka.client import KafkaFailure, partition_counts
+    from connectors.kafka.client import KafkaFailure
+    from connectors.kafka.topics import partition_counts
 
     try:
         return "prompts" in partition_counts(run.cluster)

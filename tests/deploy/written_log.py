@@ -11,7 +11,8 @@ import numpy as np
 
 from connectors.arrow import checksum, encode_group
 from connectors.config import Config, parse
-from connectors.kafka.client import Cluster, Producer, ensure_topics
+from connectors.kafka.client import Cluster, Producer
+from connectors.kafka.topics import ensure_topics
 from connectors.records import (
     Announcement,
     Begin,

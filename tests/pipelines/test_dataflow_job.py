@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from connectors.arrow import checksum, decode_group
-from connectors.kafka.client import Cluster, Producer, Reader, Record, ensure_topics, read_all
+from connectors.kafka.client import Cluster, Producer, Reader, Record, read_all
+from connectors.kafka.topics import ensure_topics
 from connectors.records import (
     HEADER_CRC,
     HEADER_KIND,

@@ -12,7 +12,8 @@ import pytest
 
 from connectors.config import Config, parse
 from connectors.engines.types import GenerateRequest
-from connectors.kafka.client import Cluster, Producer, ensure_topics, read_all
+from connectors.kafka.client import Cluster, Producer, read_all
+from connectors.kafka.topics import ensure_topics
 from connectors.records import Announcement, Evaluation, Version, decode_as, encode
 from pipelines.evaluate import _due, follow
 from tests.operators.engine_fake import END, FakeEngine, tokenizer

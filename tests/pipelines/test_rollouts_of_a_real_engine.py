@@ -13,7 +13,8 @@ import pytest
 
 from connectors.arrow import decode_group
 from connectors.engines.client import HttpEngine
-from connectors.kafka.client import Cluster, ensure_topics, read_all
+from connectors.kafka.client import Cluster, read_all
+from connectors.kafka.topics import ensure_topics
 from connectors.records import HEADER_KIND, Group, Version
 from connectors.run_dir import RunDir
 from connectors.weights.wire import RelabelRequest

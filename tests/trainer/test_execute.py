@@ -45,6 +45,8 @@ def test_a_whole_group_is_trainable() -> None:
         (group(row(0), row("0/1", 0.5), row(1)), "differ in reward"),
         (group(row(0), replace(row(1), tokens=np.array([1, 2, 3, 5], np.int32))), "p/0/3/1: no"),
         (group(row(0), replace(row(1), tokens=np.array([1, 2, -3, 4], np.int32))), "p/0/3/1: no"),
+        (group(row(0), replace(row(1), trajectory_id="foreign-id")), "foreign-id is no id of"),
+        (group(row(0), row("x")), "p/0/3/x is no id of group p/0/3"),
         (group(row(0), replace(row(1), logprobs=np.full(4, np.nan, np.float32))), "token 2"),
     ],
 )

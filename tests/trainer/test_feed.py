@@ -12,8 +12,9 @@ import pytest
 
 from connectors.arrow import checksum, encode_group
 from connectors.config import ConfigError, parse
-from connectors.kafka.client import Cluster, Producer, ensure_topics, read_all
+from connectors.kafka.client import Cluster, Producer, read_all
 from connectors.kafka.tail import PolicyTail
+from connectors.kafka.topics import ensure_topics
 from connectors.records import (
     HEADER_CRC,
     HEADER_KIND,
@@ -31,9 +32,9 @@ from connectors.records import (
 )
 from operators.staleness import policy
 from tests.broker_process import BrokerProcess
+from trainer.accounts import LedgerBroken
 from trainer.feed import Feed, FeedFailed, StepInput, configured_policy
 from trainer.feed_state import FeedState, fresh
-from trainer.ledger import LedgerBroken
 from trainer.step_log import Fenced, StepLog
 
 PARTITIONS = 2

@@ -21,9 +21,10 @@ from connectors.records import (
     parse_group_id,
 )
 from operators.staleness import policy
-from trainer.feed_state import ClosedStep, FeedState
+from trainer.accounts import LedgerBroken
+from trainer.feed_state import ClosedStep, FeedState, fresh
 from trainer.frontier import Frontier
-from trainer.ledger import FeedCore, LedgerBroken, fresh, recover
+from trainer.ledger import FeedCore, recover
 
 TOPIC = "test.prompts"
 
@@ -168,14 +169,14 @@ class World:
 
     def check(self) -> None:
         core = self.core
-        counts = core.audit_counts()
+        counts = core.accounts.audit_counts()
         assert counts["credit_balance"] == 0
         assert counts["dropped"] == 0
-        for partition, limit in enumerate(core.limits):
+        for partition, limit in enumerate(core.accounts.limits):
             for offset in range(limit):
-                is_open = gid(partition, offset) in core.open
-                assert is_open != core.is_settled(partition, offset)
-            assert not core.is_settled(partition, limit)
+                is_open = gid(partition, offset) in core.accounts.open
+                assert is_open != core.accounts.is_settled(partition, offset)
+            assert not core.accounts.is_settled(partition, limit)
 
     def drain(self) -> None:
         """Everything goes on until nothing moves; only the lack of prompts may be the cause."""
@@ -194,11 +195,16 @@ class World:
             self.check()
             if self.progress() == before:
                 break
-        assert list(self.core.limits) == self.ends, "prompts remain, and nothing moves"
+        assert list(self.core.accounts.limits) == self.ends, "prompts remain, and nothing moves"
         self.account()
 
     def progress(self) -> tuple[Any, ...]:
-        return len(self.chain), tuple(self.limits), len(self.started), self.core.audit_counts()
+        return (
+            len(self.chain),
+            tuple(self.limits),
+            len(self.started),
+            self.core.accounts.audit_counts(),
+        )
 
     def account(self) -> None:
         """Each granted group has one fate, by the log alone and by the ledger."""
@@ -210,11 +216,11 @@ class World:
                 first.setdefault(_group_of(record), record)
         closed = {g for g, record in first.items() if isinstance(record, Closed)}
         assert not closed & set(trained)
-        counts = self.core.audit_counts()
+        counts = self.core.accounts.audit_counts()
         assert counts["trained"] == len(trained)
         assert counts["closed"] == len(closed)
         assert sum(counts["closed_by_reason"].values()) == len(closed)
-        assert set(self.core.open) == set(self.min_version) - closed - set(trained)
+        assert set(self.core.accounts.open) == set(self.min_version) - closed - set(trained)
         extra = sum(len(log) for log in self.trajectories) - len(first)
         assert counts["duplicates"] == extra
         assert counts["ungranted"] == 0
@@ -341,21 +347,21 @@ def test_failing_groups_leak_no_credit_in_two_hundred_steps(n: int) -> None:
     core = core_of(n=n, batch_size=4, num_partitions=3)
     while core.version.number < 200:
         publish(core, core.version.number, [10_000, 0, 10_000])
-        for group_id in list(core.open):
+        for group_id in list(core.accounts.open):
             where = parse_group_id(group_id).partition
             if chance.random() < 0.3:
                 core.closed(group_id, chance.choice(["reward_failed", "malformed"]))
-            elif core.open[group_id].coordinate is None:
+            elif core.accounts.open[group_id].coordinate is None:
                 at = Coordinate(where, core.read[where], 7, group_id)
-                core.arrived(at, core.open[group_id].oldest, None, 1)
+                core.arrived(at, core.accounts.open[group_id].oldest, None, 1)
         core.choose()
-        open_before = len(core.open)
-        assert core.audit_counts()["credit_balance"] == 0
+        open_before = len(core.accounts.open)
+        assert core.accounts.audit_counts()["credit_balance"] == 0
         assert open_before <= (n + 1) * 4
     publish(core, 200, [10_000, 0, 10_000])
-    assert len(core.open) == (n + 1) * 4
-    assert core.counts().trained == 800
-    assert core.counts().closed > 200
+    assert len(core.accounts.open) == (n + 1) * 4
+    assert core.accounts.counts().trained == 800
+    assert core.accounts.counts().closed > 200
 
 
 def test_a_late_second_attempt_is_counted_and_ignored() -> None:
@@ -365,9 +371,9 @@ def test_a_late_second_attempt_is_counted_and_ignored() -> None:
     assert not arrive(core, 0)
     assert ids(core.choose()) == [0]
     assert not core.closed(gid(0, 0), "reward_timeout", at=(0, 2))
-    assert core.counts().duplicates == 2
+    assert core.accounts.counts().duplicates == 2
     assert core.read == [3]
-    assert core.audit_counts()["credit_balance"] == 0
+    assert core.accounts.audit_counts()["credit_balance"] == 0
 
 
 @pytest.mark.parametrize("group_id", [gid(0, 99), gid(7, 0), "traffic/session-1", "other/0/0"])
@@ -376,7 +382,7 @@ def test_a_terminal_of_an_offset_that_was_never_granted_is_only_counted(group_id
     publish(core, 0, [8])
     assert not core.arrived(Coordinate(0, 0, 7, group_id), v(0), v(0), 1)
     assert not core.closed(group_id, "malformed", at=(0, 1))
-    assert core.counts().ungranted == 2
+    assert core.accounts.counts().ungranted == 2
     assert core.read == [2]
 
 
@@ -473,11 +479,11 @@ def test_credits_take_turns_between_announcements() -> None:
     core = core_of(n=0, batch_size=1, num_partitions=2)
     for number in range(6):
         publish(core, number, [10, 10])
-        (group_id,) = core.open
+        (group_id,) = core.accounts.open
         partition = parse_group_id(group_id).partition
         core.arrived(Coordinate(partition, number, 7, group_id), v(number), v(number), 1)
         assert core.choose() is not None
-    assert core.limits == [3, 3]
+    assert core.accounts.limits == [3, 3]
 
 
 def test_dropped_groups_are_refunded_and_listed_in_one_manifest_also_over_a_crash() -> None:
@@ -518,7 +524,7 @@ def test_a_group_given_up_by_the_trainer_returns_its_credit_once() -> None:
     assert core.drop(gid(0, 0), "filtered")
     assert not core.drop(gid(0, 0), "filtered")
     assert core.credits() == 1
-    assert core.counts().closed_by_reason == {"filtered": 1}
+    assert core.accounts.counts().closed_by_reason == {"filtered": 1}
 
 
 def test_another_policy_takes_over_what_is_open() -> None:
@@ -537,7 +543,7 @@ def test_an_announcement_of_a_fenced_trainer_changes_nothing() -> None:
     older = Announcement(epoch=4, version=v(0), digest="d", limits=(4,))
     core.apply_announcement(0, newer)
     core.apply_announcement(1, older)
-    assert (core.limits, core.policy_offset, core.epoch) == ([1], 2, 5)
+    assert (core.accounts.limits, core.policy_offset, core.epoch) == ([1], 2, 5)
 
 
 def test_a_manifest_that_contradicts_the_ledger_stops_the_process() -> None:
@@ -566,7 +572,7 @@ def test_prompts_that_retention_removed_before_the_run_are_not_granted() -> None
     core = core_of(fresh(2, starts=[3, 0]), batch_size=4)
     due = publish(core, 0, [5, 1])
     assert due is not None
-    assert sorted(core.open) == [gid(0, 3), gid(0, 4), gid(1, 0)]
+    assert sorted(core.accounts.open) == [gid(0, 3), gid(0, 4), gid(1, 0)]
 
 
 def test_a_frontier_takes_an_offset_once() -> None:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from connectors.config import Config, parse
-from connectors.kafka.client import Cluster, ensure_topics
+from connectors.kafka.client import Cluster
+from connectors.kafka.topics import ensure_topics
 from connectors.records import Coordinate, Group, Origin, Prompt, Segment, Trajectory, Version
 from connectors.weights import Snapshot
 from trainer.checkpoint import CheckpointStore

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from connectors.kafka.client import Cluster, Producer, ensure_topics, read_all
+from connectors.kafka.client import Cluster, Producer, read_all
+from connectors.kafka.topics import ensure_topics
 from connectors.records import Begin, Manifest, PolicyRecord, StepRecord, Version, decode_as, encode
 from trainer.step_log import ChainBroken, Fenced, StepLog, chain
 
