@@ -503,7 +503,7 @@ def test_dropped_groups_are_refunded_and_listed_in_one_manifest_also_over_a_cras
     assert ids(step) == [4]
     assert step is not None
     assert step.dropped == (gid(0, 2),)
-    assert lowered.counts().closed_by_reason == {"stale": 1}
+    assert lowered.accounts.counts().closed_by_reason == {"stale": 1}
 
     announcements = [(i, a) for i, a in enumerate(log) if a is not None]
     chain = [manifest(s) for s in (*steps, step) if s is not None]
@@ -511,7 +511,7 @@ def test_dropped_groups_are_refunded_and_listed_in_one_manifest_also_over_a_cras
         again = core_of(decode_as(start, FeedState), n=1, batch_size=1)
         recover(again, announcements, chain[:known])
         arrive(again, 4, number=2)
-        counts = again.audit_counts()
+        counts = again.accounts.audit_counts()
         assert (counts["dropped"], counts["closed"], counts["credit_balance"]) == (1, 1, 0)
         again_dropped = again.snapshot().dropped
         assert again_dropped == (() if known == 3 else (gid(0, 2),))
