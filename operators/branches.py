@@ -22,6 +22,13 @@ from connectors.records import FinishReason, Segment
 
 NAN: Final = float("nan")
 
+OWN_METADATA: Final = "headwater."
+"""Trajectory metadata under this prefix is ours; what an agent puts there is left out."""
+TRANSCRIPT: Final = OWN_METADATA + "messages"
+"""What was said after the prompt, as JSON, of a conversation of several turns."""
+BRANCH: Final = OWN_METADATA + "branch"
+"""Number of a row that is not the conversation's first branch."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from connectors.records import Closed, Group, Prompt, Trajectory
+from operators.branches import BRANCH, TRANSCRIPT
 from operators.llm import Text
 from operators.user_code import TookTooLong, UserCode
 
@@ -180,14 +181,14 @@ class Rewards:
     def decoded(self, row: Trajectory, prompt: Prompt) -> Scored:
         """What a scorer is shown of `row`."""
         text = self._text.decode(_last_turn(row))
-        said = row.metadata.get("messages")
+        said = row.metadata.get(TRANSCRIPT)
         after = msgspec.json.decode(said) if said else [{"role": "assistant", "content": text}]
         asked = prompt.messages or [{"role": "user", "content": prompt.prompt or ""}]
         return Scored(trajectory=row, text=text, messages=(*asked, *after))
 
 
 def _without_branch(row: Trajectory) -> str:
-    branch = row.metadata.get("branch")
+    branch = row.metadata.get(BRANCH)
     return row.trajectory_id.removesuffix(f"/{branch}") if branch else row.trajectory_id
 
 

@@ -23,6 +23,7 @@ import msgspec
 from connectors.engines.types import Engine, EngineError, Sampling
 from connectors.records import Closed, Group, Origin, Prompt, Trajectory, Version, decode_as
 from operators.agents import BUILT_IN, Agent, ContextFull, Outcome, Tools
+from operators.branches import BRANCH, OWN_METADATA, TRANSCRIPT
 from operators.llm import EngineLLM, Session, Text, TimeCap, derive_seed
 from operators.user_code import TookTooLong, UserCode
 
@@ -249,9 +250,10 @@ def _trajectories(job: _Job, k: int, llm: EngineLLM, outcome: Outcome | None) ->
     reward = outcome.reward if outcome is not None else None
     if reward is not None and not isfinite(reward):
         raise _Close("reward_nan", f"the agent gave itself reward {reward}")
-    metadata = {str(a): str(b) for a, b in (outcome.metadata if outcome else {}).items()}
+    given = outcome.metadata if outcome is not None else {}
+    metadata = {str(a): str(b) for a, b in given.items() if not str(a).startswith(OWN_METADATA)}
     if sum(row.turns for row in rows) > 1:
-        metadata["messages"] = _transcript(job.prompt, llm.messages)
+        metadata[TRANSCRIPT] = _transcript(job.prompt, llm.messages)
     return [
         Trajectory(
             trajectory_id=f"{job.group_id}/{k}" + (f"/{b}" if b else ""),
@@ -267,7 +269,7 @@ def _trajectories(job: _Job, k: int, llm: EngineLLM, outcome: Outcome | None) ->
             finish_reason="length" if llm.full and b == len(rows) - 1 else row.finish_reason,
             created_at=job.created_at,
             finished_at=row.finished_at,
-            metadata=metadata | ({"branch": str(b)} if b else {}),
+            metadata=metadata | ({BRANCH: str(b)} if b else {}),
         )
         for b, row in enumerate(rows)
     ]

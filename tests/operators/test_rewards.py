@@ -111,7 +111,12 @@ def test_of_several_turns_the_text_is_the_last(text: Text) -> None:
 def test_a_forked_trajectory_is_scored_once_for_all_its_rows(text: Text) -> None:
     first = row(text, 0, "thought", finished_at=1.0)
     last = row(
-        text, 0, "19", finished_at=2.0, trajectory_id=f"{ORIGIN}/0/1", metadata={"branch": "1"}
+        text,
+        0,
+        "19",
+        finished_at=2.0,
+        trajectory_id=f"{ORIGIN}/0/1",
+        metadata={"headwater.branch": "1"},
     )
     other = row(text, 1, "20")
     group = replace(a_group(text, "x"), trajectories=(first, last, other))
