@@ -112,7 +112,7 @@ def encode_group(group: Group) -> bytes:
 def decode_group(data: bytes, crc: int | None = None) -> Group:
     """The group in `data`; CorruptRecord if truncated, altered (with `crc` given) or no group."""
     if crc is not None and (got := checksum(data)) != crc:
-        raise CorruptRecord(f"checksum {got:08x} where the header says {crc:08x}")
+        raise CorruptRecord(f"its checksum is {got:08x} where {crc:08x} was expected")
     try:
         with pa.ipc.open_stream(data) as reader:
             batch = reader.read_next_batch()

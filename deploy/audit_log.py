@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-from connectors.arrow import CorruptRecord, checksum, decode_group
+from connectors.arrow import CorruptRecord, checksum
 from connectors.config import Config
 from connectors.kafka.client import Cluster, Record
 from connectors.kafka.tail import PolicyTail
+from connectors.kafka.terminals import UnknownRecord, terminal
 from connectors.records import (
-    HEADER_KIND,
+    Closed,
     Group,
     Version,
 )
 from deploy.audit import Audit, History, Terminal, audit
 from deploy.history import Follower
-from trainer.feed import configured_policy
+from trainer.staleness import configured_policy
 from trainer.step_log import read_steps
 
 MAX_LISTED: Final = 100
@@ -51,22 +52,20 @@ def audit_run(config: Config, cluster: Cluster) -> dict[str, Any]:
 
 def terminal_of(record: Record) -> Terminal:
     """A record of `trajectories`, its group decoded only to find the oldest trained version."""
-    key = (record.key or b"").decode(errors="replace")
-    crc = checksum(record.value)
-    if record.headers.get(HEADER_KIND) == "closed":
-        return Terminal(
-            group_id=key, partition=record.partition, offset=record.offset, crc=crc, kind="closed"
-        )
+    kind: Literal["group", "closed", "corrupt"]
+    oldest = None
     try:
-        oldest = oldest_trained(decode_group(record.value))
-        kind: Literal["group", "corrupt"] = "group"
-    except CorruptRecord:
-        oldest, kind = None, "corrupt"
+        ended = terminal(record)
+    except (CorruptRecord, UnknownRecord):
+        kind = "corrupt"
+    else:
+        kind = "closed" if isinstance(ended, Closed) else "group"
+        oldest = None if isinstance(ended, Closed) else oldest_trained(ended)
     return Terminal(
-        group_id=key,
+        group_id=(record.key or b"").decode(errors="replace"),
         partition=record.partition,
         offset=record.offset,
-        crc=crc,
+        crc=checksum(record.value),
         kind=kind,
         oldest=oldest,
     )

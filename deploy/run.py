@@ -31,7 +31,7 @@ from deploy.output import answer, stdout_for_answer
 from deploy.supervisor import Gang, RoleHealth, Supervisor
 from deploy.view import RunView, status_lines
 from deploy.watch import Watch
-from trainer.feed import configured_policy
+from trainer.staleness import configured_policy
 
 TICK_S: Final = 0.1
 SHOW_S: Final = 0.5

@@ -27,7 +27,7 @@ from connectors.prompt_lines import GENERATOR_PREFIX
 from connectors.run_dir import RunDir
 from deploy.errors import EnvironmentFailure
 from deploy.model import build
-from trainer.feed import configured_policy
+from trainer.staleness import configured_policy
 
 _FIXED: Final = (
     "run.namespace",

@@ -7,15 +7,14 @@ from typing import Any
 
 import msgspec
 
-from connectors.arrow import CorruptRecord, decode_group
+from connectors.arrow import CorruptRecord
 from connectors.config import Config, ConfigError
 from connectors.kafka.client import Cluster, OffsetGone, Reader
+from connectors.kafka.terminals import UnknownRecord, terminal
 from connectors.records import (
-    HEADER_KIND,
     Closed,
     Origin,
     Trajectory,
-    decode_as,
     parse_group_id,
 )
 from connectors.run_dir import RunDir
@@ -102,16 +101,15 @@ def _add_terminal(
     finally:
         trajectories.close()
     found["terminal"] = str(Origin(record.topic, record.partition, record.offset))
-    if record.headers.get(HEADER_KIND) == "closed":
-        closed: Closed = decode_as(record.value, Closed)
-        found["closed"] = {"reason": closed.reason, "message": closed.message}
-        return
     try:
-        group = decode_group(record.value)
-    except CorruptRecord as error:
+        ended = terminal(record)
+    except (CorruptRecord, UnknownRecord) as error:
         found["closed"] = {"reason": "corrupt", "message": str(error)}
         return
-    rows = group.trajectories
+    if isinstance(ended, Closed):
+        found["closed"] = {"reason": ended.reason, "message": ended.message}
+        return
+    rows = ended.trajectories
     if index is not None:
         if not 0 <= index < len(rows):
             raise ConfigError(f"{found['id']}: the group has {len(rows)} trajectories")

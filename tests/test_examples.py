@@ -12,7 +12,7 @@ import pytest
 from connectors.config import load
 from connectors.prompt_lines import PromptFile
 from connectors.records import Prompt
-from trainer.feed import configured_policy
+from trainer.staleness import configured_policy
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGURATIONS = sorted(

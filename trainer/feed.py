@@ -2,14 +2,14 @@
 
     trajectories ──▶ FeedCore (ledger, policy) ──▶ one full step ahead ──▶ take()  trainer
     prompts' ends ─▶    │        ▲
-                        ▼        └──── published()  publisher,  refund()  trainer
+                        ▼        └──── published()  publisher
                      policy (announcements: version, limits)
 
 One loop, which alone touches the ledger:
-  consumes  terminals of `trajectories`; requests of other threads (published, refund)
+  consumes  terminals of `trajectories`; requests of other threads (published, status)
   produces  steps for `take`, at most one that nobody has taken; announcements to `policy`
   waits     in the poll, milliseconds, for terminals; it never waits for the trainer
-  unblocked by  arriving groups (a step), a published version or a refund (an announcement)
+  unblocked by  arriving groups (a step), a published version or a group's end (an announcement)
 
 It announces nothing before `published` was called once: until then no engine is known to hold
 anything. When the loop dies, its exception surfaces in `take` and `published`.
@@ -17,7 +17,6 @@ anything. When the loop dies, its exception surfaces in `take` and `published`.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -29,37 +28,27 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from connectors.arrow import CorruptRecord, checksum, decode_group
-from connectors.config import Config, ConfigError
-from connectors.kafka.client import Cluster, Producer, Reader, Record
+from connectors.kafka.client import Cluster, Producer, Reader
 from connectors.kafka.tail import PolicyTail
-from connectors.kafka.terminals import UnknownRecord, terminal, unreadable
 from connectors.records import (
-    HEADER_WRITER,
     Announcement,
-    Closed,
     Coordinate,
     Group,
     Manifest,
     Version,
     encode,
 )
-from operators.staleness import policy as named_policy
 from operators.staleness.types import StalenessPolicy
 from trainer.accounts import LedgerBroken
 from trainer.feed_state import FeedState
+from trainer.intake import Intake
 from trainer.ledger import FeedCore, recover
 from trainer.step_log import Fenced
-
-log = logging.getLogger(__name__)
 
 POLL_S = 0.02
 """Longest wait for terminals, which end it: what a request of another thread may have to wait."""
 ENDS_S = 0.05
 """How often the prompts' end offsets are asked for while credits wait for prompts."""
-STATUS_S = 0.5
-WRITER = "feed"
-
 
 T = TypeVar("T")
 
@@ -80,25 +69,6 @@ class StepInput:
     groups: tuple[Group, ...]
     dropped: tuple[str, ...]
     snapshot: FeedState
-
-
-def configured_policy(config: Config) -> StalenessPolicy[Any]:
-    """The policy `[staleness]` names; ConfigError otherwise. `n-step-off` takes n from
-    `parameters.n`, else from `lookahead`."""
-    section = config.staleness
-    parameters = dict(section.parameters)
-    if section.policy == "n-step-off":
-        parameters.setdefault("n", section.lookahead)
-    try:
-        policy = named_policy(section.policy, **parameters)
-    except ValueError as error:
-        raise ConfigError(f"staleness: {error}") from error
-    if section.bound not in (None, policy.bound):
-        raise ConfigError(
-            f"staleness.bound: {policy.name} bounds every token at {policy.bound}, got "
-            f"{section.bound} (change the policy or its parameters, or leave bound out)"
-        )
-    return policy
 
 
 class Feed:
@@ -133,18 +103,16 @@ class Feed:
             batch_size=batch_size,
             group_size=group_size,
         )
-        self._groups: dict[str, Group] = {}  # decoded groups that arrived and are not trained
         self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._next: StepInput | None = None
         self._failure: BaseException | None = None
-        self._status: dict[str, Any] = {"waiting_for": "recovery"}
         self._spoken = False  # published() was called in this epoch
         self._announced: Announcement | None = None
         self._credits = 0
         self._unfilled = True  # the policy may choose more than when it was last asked
         self._ends: list[int] = list(state.limits)
-        self._ends_asked_at = self._reported_at = float("-inf")
+        self._ends_asked_at = float("-inf")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
         self._thread.start()
@@ -165,21 +133,11 @@ class Feed:
         announcement is in the log. FeedFailed when the feed died or does not answer in time."""
         return self._ask(lambda: self._publish(version, digest), timeout_s)
 
-    def refund(self, group_id: str, reason: str, timeout_s: float = 60.0) -> bool:
-        """Gives up an open group; its credit returns and the next step lists it as dropped. False
-        if it is open no more or committed to the step that fills."""
-
-        def drop() -> bool:
-            self._groups.pop(group_id, None)
-            return self._core.drop(group_id, reason)
-
-        return self._ask(drop, timeout_s)
-
-    def status(self) -> dict[str, Any]:
-        """As of at most half a second ago: `lag` (records of `trajectories` not read yet, by
-        partition), `waiting_for` (publish, prompts, rollouts, trainer), `credits`, `ready` and the
-        ledger's counts."""
-        return dict(self._status)
+    def status(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        """`lag` (records of `trajectories` not read yet, by partition), `waiting_for` (publish,
+        prompts, rollouts, trainer), `credits`, `ready`, `running` and the ledger's counts. Raises
+        as `published`."""
+        return self._ask(self._describe, timeout_s)
 
     def close(self) -> None:
         """Ends the thread; what is in the ledger is in the log."""
@@ -235,11 +193,7 @@ class Feed:
             closing(PolicyTail(cluster, offset=core.policy_offset, epoch=core.epoch))
         )
         self._recover()
-        read = dict(enumerate(core.read))
-        self._reader = opened(closing(Reader(cluster, cluster.topic("trajectories"), read)))
-        for entry in list(core.accounts.open.values()):
-            if entry.coordinate is not None:
-                self._groups[entry.group_id] = self._read_group(entry.coordinate)
+        self._intake = opened(closing(Intake(cluster, core, self._producer, self._untrainable)))
 
     def _recover(self) -> None:
         """Folds everything before this trainer's `Begin` in `policy`, and the chain in `steps`."""
@@ -252,25 +206,12 @@ class Feed:
         self._refuse_if_fenced()
         recover(self._core, announcements, self._manifests)
 
-    def _read_group(self, record: Coordinate) -> Group:
-        """The payload of a group that had arrived before the snapshot."""
-        value = self._reader.read_at(record.partition, record.offset).value
-        if checksum(value) != record.crc:
-            raise LedgerBroken(
-                f"trajectories/{record.partition}/{record.offset} is not the record it was: "
-                f"checksum {checksum(value):08x}, in the checkpoint {record.crc:08x}"
-            )
-        return decode_group(value)
-
     def _loop(self) -> None:
         while not self._stop.is_set():
             stirred = self._answer()
-            for record in self._reader.poll(POLL_S):
-                self._read(record)
-                stirred = True
+            stirred |= self._intake.read(POLL_S)
             stirred |= self._fill(stirred)
             self._grant(stirred)
-            self._report()
 
     def _answer(self) -> bool:
         """Serves the requests of other threads; whether there were any."""
@@ -282,43 +223,6 @@ class Feed:
                 return served
             request()
             served = True
-
-    def _read(self, record: Record) -> None:
-        """Takes one record of `trajectories` into the ledger; one that is no terminal goes to
-        `dead-letters` and closes its group as malformed."""
-        core, at = self._core, (record.partition, record.offset)
-        try:
-            ended = terminal(record)
-        except (CorruptRecord, UnknownRecord) as error:
-            group_id = (record.key or b"").decode(errors="replace")
-            first = core.closed(group_id, "malformed", at=at)
-            if first or not core.accounts.granted(group_id):
-                self._dead_letter(record, error)
-            return
-        if isinstance(ended, Closed):
-            core.closed(ended.group_id, ended.reason, at=at)
-            return
-        coordinate = Coordinate(*at, checksum(record.value), ended.group_id)
-        if core.arrived(coordinate, ended.oldest, ended.newest, len(ended.trajectories)):
-            self._take_in(record, ended)
-
-    def _take_in(self, record: Record, group: Group) -> None:
-        if (why := self._untrainable(group)) is None:
-            self._groups[group.group_id] = group
-            return
-        log.warning("%s cannot be trained: %s", group.group_id, why)
-        self._core.drop(group.group_id, "malformed")
-        self._dead_letter(record, CorruptRecord(why))
-
-    def _dead_letter(self, record: Record, error: CorruptRecord | UnknownRecord) -> None:
-        _, letter = unreadable(self._cluster, record, error)
-        self._producer.append(
-            self._cluster.topic("dead-letters"),
-            record.partition,
-            letter.value,
-            key=letter.key.encode(),
-            headers={**letter.headers, HEADER_WRITER: WRITER},
-        )
 
     def _fill(self, stirred: bool) -> bool:
         """Commits what the policy chooses, unless a full step waits for the trainer. Whether
@@ -332,16 +236,12 @@ class Feed:
         if step is None:
             return (len(self._core.committed), self._core.accounts.counts().dropped) != before
         self._unfilled = True
-        groups = tuple(self._groups.pop(r.group_id) for r in step.records)
-        self._groups = {
-            g: group for g, group in self._groups.items() if g in self._core.accounts.open
-        }
         with self._changed:
             self._next = StepInput(
                 step=step.step,
                 version=step.version,
                 records=step.records,
-                groups=groups,
+                groups=self._intake.groups(step.records),
                 dropped=step.dropped,
                 snapshot=step.snapshot,
             )
@@ -399,19 +299,16 @@ class Feed:
                 f"a newer trainer began epoch {self._tail.epoch}; epoch {self.epoch} is fenced"
             )
 
-    def _report(self) -> None:
-        now = time.monotonic()
-        if now - self._reported_at < STATUS_S:
-            return
-        self._reported_at = now
-        ends, core = self._reader.ends(), self._core
+    def _describe(self) -> dict[str, Any]:
+        core = self._core
         ready = sum(entry.coordinate is not None for entry in core.accounts.open.values())
-        self._status = {
-            "lag": {p: end - core.read[p] for p, end in ends.items()},
-            "waiting_for": self._waiting_for(len(core.accounts.open) - ready),
+        running = len(core.accounts.open) - ready
+        return {
+            "lag": self._intake.lag(),
+            "waiting_for": self._waiting_for(running),
             "credits": self._credits,
             "ready": ready,
-            "running": len(core.accounts.open) - ready,
+            "running": running,
             "open_step": core.version.number + 1,
             "published": str(core.published) if core.published else None,
             **core.accounts.audit_counts(),

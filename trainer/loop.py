@@ -35,9 +35,10 @@ from trainer.execute import (
     training_engine,
     untrainable,
 )
-from trainer.feed import Feed, StepInput, configured_policy
+from trainer.feed import Feed, StepInput
 from trainer.publish import Publisher
 from trainer.recovery import CheckpointMeta, Recovered, recover
+from trainer.staleness import configured_policy
 from trainer.step_log import StepLog
 from trainer.tensorboard import Curves
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from connectors.arrow import CorruptRecord, checksum, decode_group
+from connectors.arrow import CorruptRecord, decode_group
 from connectors.config import Config
 from connectors.kafka.client import Cluster, OffsetGone, Reader
 from connectors.records import Coordinate, Group, Manifest, Version
@@ -148,9 +148,7 @@ def read_groups(reader: Reader, manifest: Manifest) -> list[Group]:
         where = f"trajectories/{record.partition}/{record.offset} ({record.group_id})"
         try:
             data = reader.read_at(record.partition, record.offset).value
-            if (crc := checksum(data)) != record.crc:
-                raise CorruptRecord(f"its checksum is {crc:08x}, trained was {record.crc:08x}")
-            groups.append(decode_group(data))
+            groups.append(decode_group(data, record.crc))
         except (OffsetGone, CorruptRecord) as error:
             raise ReexecutionDiffers(
                 f"step {manifest.step} cannot be executed again: {where}: {error}",

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from connectors.arrow import checksum, encode_group
+from connectors.arrow import checksum
 from connectors.config import Config, parse
 from connectors.kafka.client import Cluster, Producer
+from connectors.kafka.terminals import outgoing
 from connectors.kafka.topics import ensure_topics
 from connectors.records import (
     Announcement,
@@ -67,9 +68,8 @@ class WrittenLog:
         return f"{self.cluster.topic('prompts')}/{partition}/{offset}"
 
     def append(
-        self, topic: str, partition: int, value: bytes, key: str = "", kind: str = ""
+        self, topic: str, partition: int, value: bytes, key: str = "", **headers: str
     ) -> int:
-        headers = {"kind": kind} if kind else {}
         return self.producer.append(
             self.cluster.topic(topic), partition, value, key=key.encode(), headers=headers
         )
@@ -92,17 +92,20 @@ class WrittenLog:
         self.append("policy", 0, encode(record))
 
     def score(self, partition: int, offset: int, version: int) -> None:
-        value = encode_group(self.group(partition, offset, version))
-        group_id = self.group_id(partition, offset)
-        self.append("rollouts", partition, value, key=group_id, kind="group")
-        at = self.append("trajectories", partition, value, key=group_id, kind="group")
-        self.coordinates[partition, offset] = Coordinate(partition, at, checksum(value), group_id)
+        group = self.group(partition, offset, version)
+        at, crc = self.end(partition, group)
+        self.coordinates[partition, offset] = Coordinate(partition, at, crc, group.group_id)
 
     def close(self, partition: int, offset: int, reason: str) -> None:
         group_id = self.group_id(partition, offset)
-        value = encode(Closed(group_id=group_id, reason=reason, message="why"))
+        self.end(partition, Closed(group_id=group_id, reason=reason, message="why"))
+
+    def end(self, partition: int, terminal: Group | Closed) -> tuple[int, int]:
+        """Offset in `trajectories` and checksum of the terminal."""
+        record = outgoing(self.cluster, terminal)
         for topic in ("rollouts", "trajectories"):
-            self.append(topic, partition, value, key=group_id, kind="closed")
+            at = self.append(topic, partition, record.value, key=record.key, **record.headers)
+        return at, checksum(record.value)
 
     def step(self, number: int, *groups: tuple[int, int], reward: float) -> None:
         record = Manifest(

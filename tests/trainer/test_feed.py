@@ -33,8 +33,9 @@ from connectors.records import (
 from operators.staleness import policy
 from tests.broker_process import BrokerProcess
 from trainer.accounts import LedgerBroken
-from trainer.feed import Feed, FeedFailed, StepInput, configured_policy
+from trainer.feed import Feed, FeedFailed, StepInput
 from trainer.feed_state import FeedState, fresh
+from trainer.staleness import configured_policy
 from trainer.step_log import Fenced, StepLog
 
 PARTITIONS = 2
@@ -284,24 +285,6 @@ def test_a_group_under_another_ones_key_is_corrupt(world: World) -> None:
     world.write(0, world.gid(0, 0), encode_group(world.group(0, 5)), "group")
     assert eventually(lambda: world.limits() == (2, 0))
     assert eventually(lambda: feed.status().get("closed") == 1)
-
-
-def test_a_refund_by_the_trainer_frees_the_place_of_a_group(world: World) -> None:
-    world.prompts(0, 10)
-    feed = world.feed(n=1, batch_size=1)
-    feed.published(v(0), "d")
-    world.score(0, 1)
-    assert eventually(lambda: feed.status().get("ready") == 1)
-    assert feed.refund(world.gid(0, 1), "filtered")
-    assert not feed.refund(world.gid(0, 1), "filtered")
-    assert eventually(lambda: world.limits() == (3, 0))
-    world.score(0, 2)
-    world.score(0, 0)
-    first, second = taken(feed), taken(feed)
-    assert names(first) == ["0/0"]
-    assert first.dropped == (world.gid(0, 1),)
-    assert names(second) == ["0/2"]
-    assert second.dropped == ()
 
 
 def test_after_a_crash_every_group_is_trained_once_from_the_checkpoint_on(world: World) -> None:

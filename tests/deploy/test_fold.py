@@ -1,0 +1,96 @@
+"""The fold behind `status`: equal to sums over the whole log, and deaf to what is no terminal."""
+
+from __future__ import annotations
+
+from connectors.arrow import checksum
+from connectors.kafka.client import Record
+from connectors.records import (
+    HEADER_CRC,
+    HEADER_KIND,
+    Begin,
+    Closed,
+    Coordinate,
+    Manifest,
+    Version,
+    encode,
+)
+from deploy.fold import Fold
+
+
+def begin() -> Begin:
+    return Begin(epoch=None, writer="w", resumed_step=0, started_at=0.0)
+
+
+def manifest(step: int, epoch: int, finished_at: float) -> Manifest:
+    return Manifest(
+        step=step,
+        epoch=epoch,
+        version=Version(0, step),
+        records=(Coordinate(0, step, 0, f"p/0/{step}"),),
+        micro_batches=(),
+        seed=0,
+        digest_before=str(step - 1),
+        digest=str(step),
+        metrics={"tokens/trained": 10.0 * step, "seconds/wait": 0.5, "reward/mean": step / 10},
+        staleness={"mean": float(step), "p99": float(step), "max": float(step)},
+        finished_at=finished_at,
+    )
+
+
+def terminal(key: str, value: bytes, crc: int | None = None) -> Record:
+    crc = checksum(value) if crc is None else crc
+    return Record(
+        topic="t",
+        partition=0,
+        offset=0,
+        key=key.encode(),
+        value=value,
+        headers={HEADER_KIND: "closed", HEADER_CRC: f"{crc:08x}"},
+        timestamp_ms=0,
+    )
+
+
+def test_sums_count_each_step_of_the_chain_once_and_none_of_a_fenced_trainer() -> None:
+    fold = Fold()
+    for offset, record in enumerate(
+        [
+            begin(),
+            manifest(1, 0, 1.0),
+            manifest(2, 0, 3.0),
+            begin(),
+            manifest(3, 0, 4.0),  # fenced
+            manifest(3, 3, 9.0),
+            manifest(4, 3, 10.0),
+        ]
+    ):
+        fold.step(offset, record)
+    assert fold.groups()["trained"] == 4
+    assert fold.total("tokens/trained") == 100.0
+    assert fold.staleness() == {"mean": (10 + 40 + 90 + 160) / 100, "p99": 4.0, "max": 4.0}
+    assert fold.rewards() == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+    assert fold.wait_share() == (0.5 + 0.5) / (2.0 + 1.0)
+
+
+def test_a_trimmed_log_is_summed_from_where_its_chain_begins() -> None:
+    fold = Fold()
+    for offset, record in enumerate(
+        [manifest(5, 2, 1.0), manifest(5, 4, 2.0), manifest(6, 4, 3.0)]
+    ):
+        fold.step(offset, record)
+    assert fold.rewards() == [(5, 0.5), (6, 0.6)]
+    assert fold.total("tokens/trained") == 110.0
+
+
+def test_a_damaged_end_counts_as_malformed_and_second_ends_do_not_count() -> None:
+    fold = Fold()
+    whole = encode(Closed(group_id="p/0/1", reason="time_cap"))
+    for record in (
+        terminal("p/0/0", b"{", None),
+        terminal("p/0/1", whole),
+        terminal("p/0/1", whole),
+        terminal("p/0/2", whole, crc=1),
+        terminal("no coordinates", whole),
+    ):
+        fold.end(record)
+    assert fold.closed_by_reason == {"malformed": 2, "time_cap": 1}
+    assert fold.num_settled == 3
