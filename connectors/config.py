@@ -189,6 +189,7 @@ class Config(Section):
             "engine.kind": ("hf", self.engine.kind),
             "staleness.at_deadline": ("wait", self.staleness.at_deadline),
             "rollout.inflight": ("keep", self.rollout.inflight),
+            "rollout.slice_tokens": (256, self.rollout.slice_tokens),
             "rollout.oversample": (0, self.rollout.oversample),
             "trainer.num_ranks": (1, self.trainer.num_ranks),
             "trainer.zero_stage": (1, self.trainer.zero_stage),

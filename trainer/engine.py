@@ -49,10 +49,10 @@ from torch._C._distributed_c10d import HashStore
 from connectors import config as configuration
 from connectors import weights
 from connectors.weights.layout import Digester
-from trainer.advantages import homogeneous_share
 from trainer.batches import MicroBatch, Rows, check_assignment, collate
 from trainer.logprobs import PolicyModel
 from trainer.losses import policy_loss, units
+from trainer.step_metrics import Tally, row_metrics
 
 _log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class TrainingEngine:
         num_tokens = sum(units(mask) for mask in rows.masks)
         if num_tokens == 0:
             return self._skipped(rows, "no_tokens")
-        tally = _Tally()
+        tally = Tally()
         for indices in micro_batches:
             batch = collate(rows, indices, advantages).to(self._device)
             loss = self._forward(batch, num_tokens, tally, settings)
@@ -150,7 +150,7 @@ class TrainingEngine:
         tally.seconds["update"] += time.perf_counter() - started
         if applied:
             tally.metrics["grad_norm"] = float(self._engine.get_global_grad_norm())
-        metrics = tally.summary() | _row_metrics(rows, len(micro_batches))
+        metrics = tally.summary() | row_metrics(rows, len(micro_batches))
         metrics["learning_rate"] = float(self._engine.get_lr()[0])
         return StepResult(
             metrics={k: v for k, v in metrics.items() if math.isfinite(v)},
@@ -163,7 +163,7 @@ class TrainingEngine:
         self,
         batch: MicroBatch,
         num_tokens: float,
-        tally: _Tally,
+        tally: Tally,
         settings: configuration.Trainer,
     ) -> Tensor:
         started = time.perf_counter()
@@ -205,7 +205,7 @@ class TrainingEngine:
 
     def _skipped(self, rows: Rows, reason: str) -> StepResult:
         return StepResult(
-            metrics=_row_metrics(rows, 0),
+            metrics=row_metrics(rows, 0),
             skipped=reason,
             seconds={"logprobs": 0.0, "update": 0.0},
             master_changed=False,
@@ -301,57 +301,6 @@ def _check_settings(trainer: configuration.Trainer) -> None:
     for key in ("num_ranks", "zero_stage"):
         if (number := getattr(trainer, key)) != 1:
             raise configuration.ConfigError(f"trainer.{key}: only 1 is supported, got {number}")
-
-
-class _Tally:
-    """Sums over a step's micro-batches."""
-
-    def __init__(self) -> None:
-        self.loss = 0.0
-        self.metrics: dict[str, float] = {}
-        self.seconds = {"logprobs": 0.0, "update": 0.0}
-        self._sums: dict[str, float] = {}
-        self._gaps: list[Tensor] = []
-        self._entropy = 0.0
-
-    def add(
-        self, loss: float, metrics: Mapping[str, float], gap_N: Tensor, entropy_N: Tensor
-    ) -> None:
-        self.loss += loss
-        for name, value in metrics.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value
-        self._gaps.append(gap_N.float().cpu())
-        self._entropy += float(entropy_N.sum().item())
-
-    def summary(self) -> dict[str, float]:
-        """Per token means of what was summed. `gap` is |trainer - engine| of the log-probs of the
-        same tokens; it is rounding alone when the sampling and the trained version are the same."""
-        num = self._sums["num_tokens"]
-        gaps = torch.cat(self._gaps).abs().numpy()
-        return self.metrics | {
-            "loss": self.loss,
-            "tokens/trained": num,
-            "loss/clipped_share": self._sums["num_clipped"] / num,
-            "loss/clamped_share": self._sums["num_clamped"] / num,
-            "loss/capped_share": self._sums["num_capped"] / num,
-            "loss/weight_mean": self._sums["sum_weight"] / num,
-            "entropy": self._entropy / num,
-            "gap/mean": float(gaps.mean()),
-            "gap/p99": float(np.quantile(gaps, 0.99)),
-            "gap/max": float(gaps.max()),
-        }
-
-
-def _row_metrics(rows: Rows, num_micro_batches: int) -> dict[str, float]:
-    return {
-        "reward/mean": float(rows.rewards.mean()) if len(rows) else 0.0,
-        "reward/homogeneous_share": homogeneous_share(rows.rewards, rows.groups),
-        "rows/all": float(len(rows)),
-        "rows/untrained": float(len(rows.untrained)),
-        "tokens/total": float(rows.num_tokens),
-        "tokens/trained": float(rows.num_trained),
-        "micro_batches": float(num_micro_batches),
-    }
 
 
 def _load_model(path: Path, dtype: torch.dtype) -> Any:

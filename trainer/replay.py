@@ -26,14 +26,12 @@ class NothingToReplay(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """`steps` compared, from `first` to `last`. `started_from`: the checkpoint's step, 0 for the
-    initial model. A difference has the first step that differs, what differs, and the record that
-    is not the one that was trained, if it is that."""
+    """`steps` compared, from `first` to `last`. A difference has the first step that differs, what
+    differs, and the record that is not the one that was trained, if it is that."""
 
     first: int
     last: int
     steps: int
-    started_from: int
     differs: ReexecutionDiffers | None = None
 
     @property
@@ -91,6 +89,4 @@ def replay(
             deque(reexecute(config, cluster, engine, manifests), maxlen=0)
         except ReexecutionDiffers as error:
             differs = error
-    return Replay(
-        first=first, last=until, steps=until - first + 1, started_from=start, differs=differs
-    )
+    return Replay(first=first, last=until, steps=until - first + 1, differs=differs)

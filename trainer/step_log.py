@@ -40,7 +40,6 @@ class Chain:
 
     manifests: list[Manifest] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)
-    num_fenced: int = 0
     epoch: int = -1
     _begun: bool = False
     _first_step: int | None = None  # of a whole log; unknown for a trimmed one
@@ -57,7 +56,6 @@ class Chain:
             # ended).
             self.manifests, self.breaks, self.epoch = [], [], record.epoch
         if record.epoch != self.epoch:
-            self.num_fenced += 1
             return
         if not self.manifests and self._first_step not in (None, record.step):
             self.breaks.append(f"the first step is {record.step}, not {self._first_step}")
