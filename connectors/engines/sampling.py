@@ -25,6 +25,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from connectors.engines.types import Completion, Sampling
 from connectors.records import FinishReason, Segment, Version
+from connectors.weights.layout import mix64
 
 
 @dataclass(slots=True, eq=False)
@@ -199,9 +200,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _mix_int(x: int) -> int:
-    """A 62-bit key from any integer (splitmix64's finalizer, Steele et al. 2014)."""
-    mask = (1 << 64) - 1
-    x = (x + 0x9E3779B97F4A7C15) & mask
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    return (x ^ (x >> 31)) >> 2
+    """A 62-bit key from any integer (splitmix64, Steele et al. 2014)."""
+    return mix64((x + 0x9E3779B97F4A7C15) & ((1 << 64) - 1)) >> 2

@@ -11,8 +11,8 @@ class RequestId(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """`kind`: "refused" (never succeeds), "error" (may be sent again), "unavailable" (an
-    outage)."""
+    """`kind`: "refused" (never succeeds), "error" (may be sent again), "unavailable" (an outage),
+    or a WeightsError's."""
 
     error: str
     kind: str = "error"

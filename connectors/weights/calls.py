@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from connectors.weights.wire import KINDS, ErrorBody, Unreachable, WeightsError
+from connectors.engines.wire import ErrorBody
+from connectors.weights.wire import KINDS, Unreachable, WeightsError
 
 T = TypeVar("T")
 

@@ -114,7 +114,7 @@ _M64: Final = (1 << 64) - 1
 _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _mix(x: int) -> int:
+def mix64(x: int) -> int:
     """splitmix64's finaliser: a bijection of 64-bit integers."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _M64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _M64
@@ -123,7 +123,7 @@ def _mix(x: int) -> int:
 
 def _weight(low: int, salt: int) -> int:
     """An int64 with `low` as its low 33 bits and pseudo-random high ones."""
-    bits = (_mix(salt) << 33 | (low & ((1 << 33) - 1))) & _M64
+    bits = (mix64(salt) << 33 | (low & ((1 << 33) - 1))) & _M64
     return bits - (1 << 64) if bits >> 63 else bits
 
 
@@ -183,8 +183,8 @@ class Digester:
     def hex(self) -> str:
         """16 hex digits of everything so far."""
         total = int(self._total.item()) & _M64
-        shape = _mix(self._position * 16 + self._dtype.itemsize)
-        return f"{_mix(total ^ shape):016x}"
+        shape = mix64(self._position * 16 + self._dtype.itemsize)
+        return f"{mix64(total ^ shape):016x}"
 
 
 def digest(named: Named, layout: Plan) -> str:

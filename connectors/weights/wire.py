@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import msgspec
 
+from connectors.engines.wire import ErrorBody
 from connectors.records import Version
 from connectors.weights.layout import Plan
 
@@ -59,11 +60,6 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True):
 
     version: Version
     digest: str
-
-
-class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    error: str
-    kind: str = "error"
 
 
 class WeightsError(RuntimeError):
