@@ -8,7 +8,7 @@ from typing import Final
 
 from deploy.errors import EnvironmentFailure
 
-FILES: Final = ("headwater.toml", "reward.py", "prompts.jsonl")
+FILES: Final = ("headwater.toml", "model.py", "reward.py", "prompts.jsonl")
 
 
 def write_example(folder: str | Path) -> list[str]:

@@ -1,13 +1,13 @@
-"""Scores one answer: 1.0 when its last number is the right one, and a little for short ones."""
+"""Scores one answer: 1.0 when its last number is the right one, and a little for being a number."""
 
 import re
 
 
 def score(sample, prompt):
     """`sample.text` is what the model wrote, `prompt.reward` what prompts.jsonl has for it. Return
-    a number, or a mapping with "reward" and parts to show beside it. A function that waits for a
+    a number, or a mapping with "reward" and parts to keep beside it. A function that waits for a
     judge or a sandbox may be `async def`. Raising means "ask again", never zero."""
     numbers = re.findall(r"-?\d+", sample.text)
     correct = float(bool(numbers) and numbers[-1] == str(prompt.reward))
-    brief = float(len(sample.text) <= 80)
-    return {"reward": correct + 0.1 * brief, "correct": correct, "brief": brief}
+    digits = sum(c.isdigit() for c in sample.text) / max(len(sample.text), 1)
+    return {"reward": correct + 0.5 * digits, "correct": correct, "digits": digits}
