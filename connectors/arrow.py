@@ -61,8 +61,8 @@ SCHEMA: Final = pa.schema(
 # What pyarrow and the row builder raise on bytes that are no whole group: lengths read from garbage
 # surface as OSError or MemoryError.
 _UNREADABLE = (
-    pa.ArrowException, StopIteration, KeyError, IndexError, TypeError, ValueError, OSError,
-    MemoryError,
+    pa.ArrowException, StopIteration, LookupError, AttributeError, TypeError, ValueError, OSError,
+    MemoryError, RecursionError,
 )  # fmt: skip
 
 
@@ -119,6 +119,9 @@ def decode_group(data: bytes, crc: int | None = None) -> Group:
             metadata = reader.schema.metadata or {}
         prompt: Prompt = decode_as(metadata[b"prompt"], Prompt)
         columns = {name: batch.column(name) for name in batch.schema.names}
+        for name in SCHEMA.names:
+            if name in columns and columns[name].type != SCHEMA.field(name).type:
+                raise TypeError(f"column {name} is of type {columns[name].type}")
         rows = _rows(columns, batch.num_rows)
     except _UNREADABLE as error:
         raise CorruptRecord(f"no whole group of {len(data)} bytes: {error}") from error

@@ -42,7 +42,8 @@ class Locked(RuntimeError):
 
 
 class FileLock:
-    """Held until `close` or the end of the process, however it ends."""
+    """Held until `close` or the end of the process, however it ends. Processes forked from this one
+    do not hold it: what user code leaves behind locks nobody out."""
 
     def __init__(self, path: Path) -> None:
         """Makes the file and writes this process's pid into it. Locked if another process holds
@@ -54,8 +55,11 @@ class FileLock:
             pid = os.pread(self._descriptor, 20, 0).decode(errors="replace").strip()
             self.close()
             raise Locked(path, pid or "?") from error
+        os.register_at_fork(after_in_child=self.close)
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)

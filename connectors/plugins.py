@@ -7,12 +7,14 @@ configuration's folder; that folder goes to the END of the module path, so a use
 
 from __future__ import annotations
 
+import ast
+import difflib
 import hashlib
 import importlib
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,6 +41,44 @@ def load(spec: str, base_dir: str | Path) -> Callable[..., Any]:
         problem = "is not callable" if found is not None else "does not exist"
         raise ConfigError(f"{spec}: {name} {problem} in {source}")
     return found  # type: ignore[no-any-return]
+
+
+def check(spec: str, base_dir: str | Path, built_in: Collection[str]) -> None:
+    """ConfigError unless `spec` is one of `built_in`, or `file.py:function` of a file that parses
+    and defines it, or looks like `module:function`. Imports nothing, so it costs nothing."""
+    if spec in built_in:
+        return
+    source, separator, name = spec.rpartition(":")
+    if not separator or not source or not name.isidentifier():
+        close = difflib.get_close_matches(spec, built_in, n=1)
+        known = f"did you mean {close[0]}?" if close else f"known: {', '.join(built_in)}"
+        raise ConfigError(f"{spec} is no module:function or file.py:function; {known}")
+    if not source.endswith(".py"):
+        return
+    file = Path(base_dir, source).expanduser()
+    try:
+        tree = ast.parse(file.read_text(), filename=str(file))
+    except OSError as error:
+        raise ConfigError(f"there is no file {file} ({error.strerror})") from error
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is no Python: {error}") from error
+    if name not in set(_defined(tree)):
+        close = difflib.get_close_matches(name, set(_defined(tree)), n=1)
+        raise ConfigError(
+            f"{name} does not exist in {file}" + (f", did you mean {close[0]}?" if close else "")
+        )
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    """Names a module binds at its top level, as far as its source tells."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name
+            case ast.alias(name=name, asname=asname):
+                yield asname or name
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield name
 
 
 def _from_file(spec: str, file: Path) -> ModuleType:

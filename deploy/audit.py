@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 from connectors.records import (
@@ -98,7 +99,12 @@ def audit(history: History) -> Audit:
         first.setdefault(terminal.group_id, terminal)
 
     trained = Counter(r.group_id for m in chain.manifests for r in m.records)
-    closed = {group_id for group_id, t in first.items() if t.kind == "closed"}
+    # Foreign records name groups nobody granted: they settle nothing.
+    closed = {
+        group_id
+        for group_id, t in first.items()
+        if t.kind == "closed" and _is_granted(group_id, history.prompts_topic, grants)
+    }
     # A drop is in the next manifest; until that is written, the announcement that counts it says
     # so.
     dropped = {g for m in chain.manifests for g in m.dropped}
@@ -199,13 +205,27 @@ def _too_old(chain: Chain, first: Mapping[str, Terminal], bound: int | None) -> 
 
 
 def _wrong_digests(chain: Chain, announcements: Sequence[Announcement]) -> list[str]:
-    """Announced versions whose digest is not that of the step that made them."""
+    """Announced versions that no step made, or with another digest than the step's; limits that
+    fell."""
     made = {m.version: m.digest for m in chain.manifests}
     if chain.manifests and chain.manifests[0].step == 1:
         made[Version(0, 0)] = chain.manifests[0].digest_before
-    wrong = {
+    newest = max((a.version for a in announcements), default=Version(0, 0))
+    last = chain.manifests[-1].version if chain.manifests else Version(0, 0)
+    wrong = _fallen_limits(announcements) | {
         f"version {a.version} was announced with {a.digest}, its step made {made[a.version]}"
         for a in announcements
         if a.version in made and made[a.version] != a.digest
     }
+    if newest > last:
+        wrong.add(f"version {newest} was announced; the last step makes {last}")
     return sorted(wrong)
+
+
+def _fallen_limits(announcements: Sequence[Announcement]) -> set[str]:
+    """A limit only rises: a grant is kept."""
+    return {
+        f"a limit fell from {before.limits} to {after.limits} at version {after.version}"
+        for before, after in pairwise(announcements)
+        if any(b > a for b, a in zip(before.limits, after.limits, strict=False))
+    }

@@ -7,6 +7,7 @@ supervisor's. Two implementations are meant: `local` here, placement on a Ray cl
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -77,8 +78,9 @@ class ChildProcess:
         self._popen.terminate()
 
     def kill(self) -> None:
-        # Its own session, so the group's number is its pid. Reaped already: nothing is left to end.
-        if self._popen.poll() is None:
+        # Its own session, so the group's number is its pid. What a dead role started (a reward's
+        # pool of processes) is still of the group; with none left there is no such group.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
 
 

@@ -21,12 +21,14 @@ from typing import Any, Final
 import msgspec
 import tomli_w
 
+from connectors import plugins
 from connectors.config import Config, ConfigError, load, parse
 from connectors.files import FileLock, Locked, replace_file
 from connectors.prompt_lines import GENERATOR_PREFIX
 from connectors.run_dir import RunDir
 from deploy.errors import EnvironmentFailure
 from deploy.model import build
+from operators import agents, rewards
 from trainer.staleness import configured_policy
 
 _FIXED: Final = (
@@ -35,9 +37,11 @@ _FIXED: Final = (
     "broker.data_dir",
     "model.path",
     "model.dtype",
+    "trainer.groups_per_step",
     "sampling.temperature",  # of the behaviour log-probs in flight
 )
-"""The log's records, and the weights in the checkpoints, are only readable with these."""
+"""The log's records, and the weights in the checkpoints, are only readable with these. So are the
+keys of `[staleness]`, by which granted groups were bounded, but for the time cap."""
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +77,10 @@ def with_source(config: Config, run_dir: RunDir) -> Config:
 def locked(run_dir: RunDir) -> Iterator[None]:
     """Holds the run's lock; EnvironmentFailure when another `headwater run` does. It ends
     with this process, however that ends."""
-    run_dir.path.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentFailure(f"{run_dir.path} cannot be made: {error.strerror}") from error
     try:
         lock = FileLock(run_dir.path / "run.lock")
     except Locked as error:
@@ -169,7 +176,8 @@ def _builder(config: Config) -> str | None:
 
 
 def check_files(config: Config) -> None:
-    """ConfigError for a missing file of a task, EnvironmentFailure for a missing model folder."""
+    """ConfigError for a missing file or an unknown name of a task, EnvironmentFailure for a missing
+    model folder. Nothing of the user's is imported."""
     if _builder(config) is None:
         folder = config.resolve(config.model.path)
         if not (folder / "config.json").is_file():
@@ -185,10 +193,11 @@ def check_files(config: Config) -> None:
                 and not config.resolve(value).is_file()
             ):
                 raise ConfigError(f"tasks.{name}.{key}: there is no file {config.resolve(value)}")
-        for key in ("agent", "reward"):
-            file, _, _ = getattr(task, key).rpartition(":")
-            if file.endswith(".py") and not config.resolve(file).is_file():
-                raise ConfigError(f"tasks.{name}.{key}: there is no file {config.resolve(file)}")
+        for key, built_in in (("agent", agents.BUILT_IN), ("reward", rewards.NAMES)):
+            try:
+                plugins.check(getattr(task, key), config.base_dir, built_in)
+            except ConfigError as error:
+                raise ConfigError(f"tasks.{name}.{key}: {error}") from error
 
 
 def _changes(run_dir: RunDir, table: Mapping[str, Any], source: Source) -> tuple[str, ...]:
@@ -205,7 +214,7 @@ def _changes(run_dir: RunDir, table: Mapping[str, Any], source: Source) -> tuple
         if key != "run.dir" and before.get(key) != after.get(key)
     ]
     for key, old, new in differ:
-        if key in _FIXED:
+        if key in _FIXED or (key.startswith("staleness.") and key != "staleness.time_cap_s"):
             raise ConfigError(
                 f"{key}: cannot change from {old!r} to {new!r}: the log in {run_dir.path} "
                 "depends on it (choose another --run-dir)"

@@ -6,6 +6,7 @@ answers the `status` object; `deploy.fold` is what it remembers of them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -50,14 +51,16 @@ class RunStatus:
 
     def catch_up(self) -> None:
         """Folds what was written up to the call."""
-        for _, announcement in self._tail.catch_up():
-            self.fold.announce(announcement)
+        # From the end of the stream to its start: what ended is granted by the time that is read.
+        for record in self._topics["evaluations"].news():
+            with contextlib.suppress(msgspec.DecodeError):  # a foreign record
+                self.fold.evaluate(decode_as(record.value, Evaluation))
         for record in self._topics["steps"].news():
             self.fold.step(record.offset, decode_as(record.value, StepRecord))
         for record in self._topics["trajectories"].news():
             self.fold.end(record)
-        for record in self._topics["evaluations"].news():
-            self.fold.evaluate(decode_as(record.value, Evaluation))
+        for _, announcement in self._tail.catch_up():
+            self.fold.announce(announcement)
         for name in ("prompts", "rollouts"):
             self._topics[name].skip()
 
@@ -100,6 +103,7 @@ class RunStatus:
             ),
             "wait_share": fold.wait_share(),
             "epoch": fold.chain.epoch,
+            "skipped": sum(m.skipped is not None for m in manifests),
         }
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ line and its code.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -167,9 +168,7 @@ class Supervisor:
         for process in running.processes:
             process.kill()
         name, code = first
-        self._news.append(
-            f"{name} ended with {code} ({self._last_line(name)}); again in {running.back_off_s:g} s"
-        )
+        self._news.append(f"{name} {self._ending(name, code)}; again in {running.back_off_s:g} s")
         refused = code in (CONFIGURATION, ENVIRONMENT, NOT_VERIFIED)
         running.refusals = running.refusals + 1 if refused else 0
         if running.refusals >= MAX_REFUSALS:
@@ -178,3 +177,8 @@ class Supervisor:
         running.restarts += 1
         running.start_at = now + running.back_off_s
         running.back_off_s = min(2 * running.back_off_s, LONGEST_BACK_OFF_S)
+
+    def _ending(self, name: str, code: int) -> str:
+        if code < 0:  # it had no time to say why
+            return f"was ended by {signal.Signals(-code).name}"
+        return f"ended with {code} ({self._last_line(name)})"

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-PLAIN_EVERY_S: Final = 5.0
+PLAIN_EVERY_S: Final = 15.0
 
 
 def status_lines(status: Mapping[str, Any]) -> list[str]:
@@ -38,9 +38,10 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
         f"{held_out['num_prompts']} prompts",
         "lag        " + ", ".join(f"{name} {value}" for name, value in lag.items()),
     ]
+    if status["skipped"]:
+        lines.insert(2, f"skipped    {status['skipped']} steps changed nothing (NaN gradients)")
     if status["closed_by_reason"]:
-        reasons = status["closed_by_reason"].items()
-        lines.insert(4, "closed     " + ", ".join(f"{reason} {n}" for reason, n in reasons))
+        lines.insert(4, f"closed     {_reasons(status)}")
     for role in status["roles"]:
         version = f", version {_version(role['version'])}" if role["version"] else ""
         pid = f"pid {role['pid']}, " if role["pid"] else ""
@@ -58,18 +59,25 @@ def plain_line(status: Mapping[str, Any]) -> str:
     return (
         f"step {status['step']} · reward {_number(status['reward']['last'])} · "
         f"eval {_number(status['eval']['last'])} · "
-        f"staleness {_number(status['staleness']['mean'])}/{_number(status['staleness']['max'])} · "
+        f"staleness mean {_number(status['staleness']['mean'])} "
+        f"max {_number(status['staleness']['max'])} · "
         f"{_number(status['tokens_per_s'])} tokens/s · waiting {_share(status['wait_share'])} · "
         f"publish {_number(status['publish_s'])} s · {status['groups']['open']} groups open"
-        + (f" · {restarts} restarts" if restarts else "")
+        + (f" · {status['skipped']} steps skipped" if status["skipped"] else "")
+        + (f" · closed: {_reasons(status)}" if status["closed_by_reason"] else "")
+        + (f" · {restarts} restart{'s' * (restarts > 1)}" if restarts else "")
     )
+
+
+def _reasons(status: Mapping[str, Any]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in status["closed_by_reason"].items())
 
 
 class RunView:
     """Shows the newest status of a run until it is closed.
 
-    On a terminal a table that redraws itself; elsewhere one line a step, and one every five seconds
-    while no step ends. `say` prints a line above it."""
+    On a terminal a table that redraws itself; elsewhere one line a step, and one every fifteen
+    seconds while no step ends. `say` prints a line above it."""
 
     def __init__(self, console: Console, target_steps: int) -> None:
         self._console = console

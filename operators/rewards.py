@@ -24,7 +24,7 @@ import numpy as np
 from connectors.records import Closed, Group, Prompt, Trajectory
 from operators.branches import BRANCH, TRANSCRIPT
 from operators.llm import Text
-from operators.user_code import TookTooLong, UserCode
+from operators.user_code import TookTooLong, UserCode, clean, said
 
 RETRY_PAUSE_S: Final = 0.2  # doubled each time
 
@@ -110,6 +110,10 @@ BUILT_IN: Final[Mapping[str, Scorer]] = {
 
 # ------------------------------------------------------------------------------------ scoring a
 # group
+NAMES: Final = (*BUILT_IN, "reasoning-gym")
+"""What `tasks.NAME.reward` may say beside a function of the user's."""
+
+
 class _Unscored(Exception):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -167,8 +171,8 @@ class Rewards:
                 failure = error
             except TookTooLong as error:
                 failure = _Unscored("reward_timeout", str(error))
-            except Exception as error:  # a scorer is foreign code: it raises anything
-                failure = _Unscored("reward_failed", f"{type(error).__name__}: {error}")
+            except (Exception, SystemExit) as error:  # foreign code: it raises anything
+                failure = _Unscored("reward_failed", said(error))
         raise _Unscored(failure.reason, f"{last.trajectory_id}: {failure}")
 
     async def _score(self, task: RewardTask, sample: Scored, prompt: Prompt) -> Any:
@@ -207,8 +211,10 @@ def _numbers(made: Any) -> tuple[float, dict[str, float]]:
     """Reward and parts of what a scorer returned; _Unscored unless all are finite in float32."""
     if isinstance(made, Mapping):
         if "reward" not in made:
-            raise _Unscored("reward_nan", f"the mapping has no reward, only {sorted(made)}")
-        parts = {str(name): _number(value) for name, value in made.items() if name != "reward"}
+            raise _Unscored("reward_failed", f"the mapping has no reward, only {sorted(made)}")
+        parts = {
+            clean(str(name)): _number(value) for name, value in made.items() if name != "reward"
+        }
         return _number(made["reward"]), parts
     return _number(made), {}
 
@@ -217,7 +223,7 @@ def _number(value: Any) -> float:
     if isinstance(value, np.generic | np.ndarray) and value.ndim == 0:
         value = value.item()
     if not isinstance(value, Real):
-        raise _Unscored("reward_nan", f"{value!r:.100} is no number")
+        raise _Unscored("reward_failed", f"{value!r:.100} is no number")
     with np.errstate(over="ignore"):
         number = float(np.float32(float(value)))  # as the record holds it
     if not math.isfinite(number):

@@ -15,17 +15,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import isfinite
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from connectors.engines.types import Engine, EngineError, Sampling
 from connectors.records import Closed, Group, Origin, Prompt, Trajectory, Version, decode_as
 from operators.agents import BUILT_IN, Agent, ContextFull, Outcome, Tools
 from operators.branches import BRANCH, OWN_METADATA, TRANSCRIPT
 from operators.llm import EngineLLM, Session, Text, TimeCap, derive_seed
-from operators.user_code import TookTooLong, UserCode
+from operators.user_code import TookTooLong, UserCode, clean, said
 
 AGENT_RETRIES: Final = 2
 RETRY_PAUSE_S: Final = 0.1  # doubled each time
@@ -204,7 +204,7 @@ class Rollout:
             except TookTooLong as error:
                 raise _Close("agent_failed", str(error)) from error
             except Exception as error:  # an agent is foreign code: it raises anything
-                failure = f"{type(error).__name__}: {error}"
+                failure = said(error)
             await llm.cancel()
             await asyncio.sleep(RETRY_PAUSE_S * 2**attempt)
         raise _Close("agent_failed", f"{AGENT_RETRIES + 1} attempts, the last: {failure}")
@@ -248,10 +248,14 @@ def _trajectories(job: _Job, k: int, llm: EngineLLM, outcome: Outcome | None) ->
     if not rows:
         raise RuntimeError("the agent generated nothing")
     reward = outcome.reward if outcome is not None else None
-    if reward is not None and not isfinite(reward):
+    if reward is not None and not abs(reward) <= np.finfo(np.float32).max:  # NaN, too
         raise _Close("reward_nan", f"the agent gave itself reward {reward}")
     given = outcome.metadata if outcome is not None else {}
-    metadata = {str(a): str(b) for a, b in given.items() if not str(a).startswith(OWN_METADATA)}
+    metadata = {
+        clean(str(a)): clean(str(b))
+        for a, b in given.items()
+        if not str(a).startswith(OWN_METADATA)
+    }
     if sum(row.turns for row in rows) > 1:
         metadata[TRANSCRIPT] = _transcript(job.prompt, llm.messages)
     return [

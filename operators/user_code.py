@@ -25,6 +25,20 @@ HOLD_S: Final = 30.0
 """How long a call without a time limit may hold the lane's thread."""
 
 
+def clean(text: str) -> str:
+    """`text` as UTF-8 can hold it: user code puts anything into strings."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def said(error: BaseException) -> str:
+    """What a user's exception says, on one line, even if its own __str__ raises."""
+    try:
+        message = " ".join(str(error).split())
+    except Exception:  # foreign code, too
+        message = "its message cannot be read"
+    return clean(f"{type(error).__name__}: {message}")
+
+
 class TookTooLong(RuntimeError):
     """The call gave no result in its time, or held its thread beyond it."""
 
@@ -225,7 +239,7 @@ def _failure(error: BaseException) -> Exception:
     """What a future can carry: SystemExit and the like, and StopIteration, are wrapped."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    return RuntimeError(f"it raised {type(error).__name__}: {error}")
+    return RuntimeError(f"it raised {said(error)}")
 
 
 async def _in_thread(call: Callable[[], Any], name: str, timeout_s: float | None) -> Any:

@@ -30,6 +30,7 @@ from operators.rewards import MissingPackage, Rewards, RewardTask
 from operators.settled import Intervals, settle
 from operators.user_code import UserCode
 from operators.version_filter import is_stale
+from pipelines.closures import note
 from pipelines.routing import Routed, write
 
 logger = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ def score(rewards: Rewards, drop_before: DropBefore, cluster: Cluster) -> Work:
         except (CorruptRecord, UnknownRecord) as error:
             return _unreadable(record, error)
         if isinstance(ended, Group):
-            ended = await _scored(ended)
+            ended = note(await _scored(ended))
         return [Routed("trajectories", outgoing(cluster, ended))]
 
     async def _scored(group: Group) -> Group | Closed:

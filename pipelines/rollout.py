@@ -23,6 +23,7 @@ from connectors.text import Text
 from operators import agents
 from operators.rollout import AgentTask, Rollout, Settings, check_agent
 from operators.user_code import UserCode
+from pipelines.closures import note
 from pipelines.routing import Routed, write
 
 Work = Callable[[Item], Awaitable[Sequence[Routed]]]
@@ -45,7 +46,7 @@ def roll(rollout: Rollout, cluster: Cluster) -> Work:
     async def work(item: Item) -> list[Routed]:
         value = item.record.value if item.record is not None else None
         rolled = await rollout(value, item.origin, item.min_version, item.resubmitted)
-        routed = [Routed("rollouts", outgoing(cluster, rolled.terminal))]
+        routed = [Routed("rollouts", outgoing(cluster, note(rolled.terminal)))]
         if (letter := rolled.dead_letter) is not None:
             written = dead_letter(
                 cluster, item.origin, value or b"", code=letter.code, message=letter.message

@@ -166,6 +166,8 @@ class Loop:
             finished_at=time.time(),
         )
         self._steps.append(manifest)
+        if done.skipped is not None:
+            log.warning("step %d changed nothing: %s", taken.step, done.skipped)
         self._step, self._version, self._digest = taken.step, version, snapshot.digest
         self._publisher.submit(snapshot, version, master_changed=done.master_changed)
         self._curves.write(manifest)

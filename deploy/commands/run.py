@@ -18,7 +18,7 @@ def add(commands: Commands) -> None:
     add_config(parser)
     parser.add_argument(
         "--stop-after-steps",
-        type=int,
+        type=steps,
         metavar="N",
         help="end once the run has N steps in all (default: trainer.num_steps)",
     )
@@ -30,3 +30,10 @@ def execute(arguments: argparse.Namespace) -> int:
 
     config, run_dir = load_config(arguments)
     return run(config, run_dir, stop_after_steps=arguments.stop_after_steps, as_json=arguments.json)
+
+
+def steps(text: str) -> int:
+    """A number of steps; argparse says the rest."""
+    if (number := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{number} is below 0")
+    return number

@@ -146,3 +146,28 @@ def test_arrays_of_different_lengths_make_no_trajectory() -> None:
             loss_mask=np.zeros(2, np.int8), logprobs=np.zeros(3, np.float32), segments=(),
             origin=Origin("t", 0, 0),
         )  # fmt: skip
+
+
+def test_columns_of_another_type_make_no_group() -> None:
+    import pyarrow as pa
+
+    row = Trajectory(
+        trajectory_id="t/0/1/0", group_id="t/0/1", task="a", tokens=np.arange(3, dtype=np.int32),
+        loss_mask=np.ones(3, np.int8), logprobs=np.zeros(3, np.float32), segments=(),
+        origin=Origin("t", 0, 1),
+    )  # fmt: skip
+    group = Group(group_id="t/0/1", prompt=Prompt(task="a", prompt="x"), trajectories=(row,))
+    with pa.ipc.open_stream(encode_group(group)) as reader:
+        batch, schema = reader.read_next_batch(), reader.schema
+    for name, wrong in (
+        ("reward", pa.array(["high"])),
+        ("trajectory_id", pa.array([7], pa.int32())),
+        ("tokens", pa.array([3], pa.int32())),
+    ):
+        at = batch.schema.get_field_index(name)
+        other = batch.set_column(at, name, wrong)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, other.schema.with_metadata(schema.metadata)) as writer:
+            writer.write_batch(other)
+        with pytest.raises(CorruptRecord, match=name):
+            decode_group(bytes(sink.getvalue()))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from connectors import plugins
 from connectors.config import ConfigError
 from connectors.plugins import load
 from connectors.records import Prompt
@@ -94,3 +95,28 @@ def test_a_folder_without_a_tokenizer_is_a_configuration_error(tmp_path: Path) -
         Text(tmp_path)
     with pytest.raises(ConfigError, match="there is no folder"):
         Text(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("exact_mach", "did you mean exact_match?"),
+        ("reward.py:scroe", "scroe does not exist in .*, did you mean score?"),
+        ("broken.py:score", "is no Python"),
+        ("missing.py:score", "there is no file"),
+        ("reward.py:", "no module:function"),
+    ],
+)
+def test_a_wrong_name_is_told_before_anything_is_imported(
+    tmp_path: Path, spec: str, problem: str
+) -> None:
+    (tmp_path / "reward.py").write_text("raise SystemExit\ndef score(sample, prompt): ...\n")
+    (tmp_path / "broken.py").write_text("def score(:\n")
+    with pytest.raises(ConfigError, match=problem):
+        plugins.check(spec, tmp_path, ("exact_match", "numeric_match"))
+
+
+@pytest.mark.parametrize("spec", ["exact_match", "reward.py:score", "reward.py:other", "a.b:c"])
+def test_a_name_that_may_be_right_passes(tmp_path: Path, spec: str) -> None:
+    (tmp_path / "reward.py").write_text("from x import other\nasync def score(a, b): ...\n")
+    plugins.check(spec, tmp_path, ("exact_match",))

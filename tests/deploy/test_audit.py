@@ -71,12 +71,26 @@ def test_a_group_trained_without_a_grant_breaks_the_balance() -> None:
     assert found.credit_balance == -1
 
 
-def test_a_group_closed_without_a_grant_breaks_the_balance() -> None:
+def test_a_record_that_closes_what_nobody_granted_settles_nothing() -> None:
     log = Log()
+    before = audit(log.history())
     log.terminals.append(closed(1, 9))
     found = audit(log.history())
-    assert found.credit_balance == -1
-    assert not found.ok
+    assert found.groups["closed"] == before.groups["closed"]
+    assert found.ok
+
+
+def test_an_announced_version_that_no_step_made_is_found() -> None:
+    log = Log()
+    log.steps.pop()  # the last manifest
+    found = audit(log.history())
+    assert any("was announced; the last step makes" in line for line in found.chain_breaks)
+
+
+def test_a_limit_that_fell_is_found() -> None:
+    log = Log()
+    log.announcements.append(announcement(2, (3, 3)))
+    assert any("a limit fell" in line for line in audit(log.history()).chain_breaks)
 
 
 @pytest.mark.parametrize("change", [{"crc": 7}, {"offset": 5}, {"partition": 1}])

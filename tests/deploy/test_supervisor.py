@@ -80,7 +80,7 @@ def test_a_killed_role_is_started_again_after_the_back_off() -> None:
     assert launcher.count("engine") == 2
     assert supervisor.roles()[0].restarts == 1
     assert supervisor.roles()[0].pid == launcher.last("engine").pid
-    assert supervisor.news() == ["engine ended with -9 (engine says why); again in 0.5 s"]
+    assert supervisor.news() == ["engine was ended by SIGKILL; again in 0.5 s"]
     assert supervisor.news() == []
 
 

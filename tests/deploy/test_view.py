@@ -29,6 +29,7 @@ def status(step: int, **more: Any) -> dict[str, Any]:
         "tokens_per_s": 123.0,
         "publish_s": 0.0625,
         "wait_share": 0.5,
+        "skipped": 0,
         **more,
     }
 
@@ -52,7 +53,13 @@ def test_without_a_terminal_there_is_a_line_a_step_and_one_now_and_then() -> Non
     assert [line.split(" · ")[0] for line in lines[:3]] == ["step 1", "step 2", "step 2"]
     assert lines[3:] == ["trainer ended with -9 [not markup]"]
     assert lines[0].endswith("3 restarts")
-    for shown in ("reward 0.5", "eval 0.75", "staleness 0.5/1", "123 tokens/s", "waiting 50%"):
+    for shown in (
+        "reward 0.5",
+        "eval 0.75",
+        "staleness mean 0.5 max 1",
+        "123 tokens/s",
+        "waiting 50%",
+    ):
         assert shown in lines[0]
     assert "publish 0.0625 s" in lines[0]
 

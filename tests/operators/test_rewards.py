@@ -141,7 +141,8 @@ def test_a_reward_the_agent_set_is_kept_and_no_scorer_is_asked(text: Text) -> No
 def test_what_is_no_finite_number_closes_the_group(text: Text, returned: Any) -> None:
     (ended,) = score_all(text, lambda sample, prompt: returned, a_group(text, "x"), retries=0)
     assert isinstance(ended, Closed)
-    assert ended.reason == "reward_nan"
+    is_number = isinstance(returned, float) or (isinstance(returned, dict) and "part" in returned)
+    assert ended.reason == ("reward_nan" if is_number else "reward_failed")
     assert ended.group_id == str(ORIGIN)
 
 
