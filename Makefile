@@ -21,7 +21,7 @@ demo: $(STAMP)
 	@$(BIN)/python -P -m deploy.demo
 
 test: $(STAMP)
-	$(BIN)/python -P -m pytest -m "not slow"
+	$(BIN)/python -P -m pytest -m "not slow" -n 2
 
 test-slow: $(STAMP)
 	$(BIN)/python -P -m pytest -m slow
