@@ -18,7 +18,7 @@ def add(commands: Commands) -> None:
         "load",
         load,
         "checks prompts and writes them to the topic of a run",
-        "headwater prompts load prompts.jsonl --run runs/quickstart --task sums",
+        "headwater prompts load examples/quickstart/eval.jsonl --run runs/quickstart --task sort",
     )
     parser.add_argument("file", metavar="FILE", nargs="?", help="a JSONL file, one prompt a line")
     parser.add_argument("--reasoning-gym", metavar="NAME", help="a generator instead of FILE")

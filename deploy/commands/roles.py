@@ -31,7 +31,7 @@ def add(commands: Commands) -> None:
             name,
             _execute(role),
             summary,
-            f"headwater {name} quickstart.toml --run-dir runs/q",
+            f"headwater {name} runs/quickstart/config.toml --run-dir runs/quickstart",
         )
         add_config(parser)
         parser.add_argument("--supervisor", type=int, metavar="PID", help=argparse.SUPPRESS)
