@@ -23,6 +23,7 @@ from connectors.kafka.locate import cluster, topics
 from connectors.kafka.topics import ensure_topics
 from connectors.run_dir import RunDir
 from deploy import curve, errors, health, run_folder
+from deploy.disk import DiskWatch
 from deploy.errors import EnvironmentFailure
 from deploy.health import roles_of
 from deploy.launcher import Member, last_line, launcher
@@ -108,6 +109,7 @@ class Job:
         self._interrupts = 0
         self._shown_at = float("-inf")
         self._written: list[RoleHealth] = []
+        self._disk = DiskWatch(run_dir.path)
         self.watch = Watch(config, run_dir)
 
     def run(self) -> dict[str, Any]:
@@ -140,9 +142,7 @@ class Job:
         for name in rest:
             self._supervisor.hold(name)
         if "broker" in self._names:
-            started = self._until(
-                lambda: running_broker(self._run_dir) is not None, limit_s=START_S
-            )
+            started = self._until(self._broker_listens, limit_s=START_S)
             if not started and not self._interrupts:
                 raise EnvironmentFailure(f"the broker does not listen after {START_S:.0f} s")
         if self._interrupts:
@@ -153,6 +153,12 @@ class Job:
         )
         for name in rest:
             self._supervisor.release(name)
+
+    def _broker_listens(self) -> bool:
+        """The broker started here, not one that a command opened on the same log for a moment."""
+        listening = running_broker(self._run_dir)
+        own = next(role.pid for role in self._supervisor.roles() if role.name == "broker")
+        return listening is not None and listening.pid == own
 
     def _until(self, is_true: Callable[[], bool], limit_s: float | None = None) -> bool:
         """Supervises until `is_true`, an interrupt or `limit_s`; whether it became true."""
@@ -219,6 +225,8 @@ class Job:
         for line in self._supervisor.news():
             self._view.say(line)
         if now - self._shown_at >= SHOW_S:
+            if (disk := self._disk.look(now)) is not None:
+                self._view.say(disk)
             self.watch.check()
             roles = [msgspec.structs.asdict(role) for role in self._supervisor.roles()]
             self._view.show(self.watch.latest, roles, now)

@@ -6,8 +6,9 @@ doubled) and raises when a part breaks its promise; the next start goes on from 
 
 from __future__ import annotations
 
+import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
@@ -151,6 +152,7 @@ def _prepare_recovery(folder: Path, flow: Dataflow, cluster: Cluster, stages: se
     if steps_file.exists():
         if not databases:
             raise RecoveryLost(f"{folder} has lost its database; {_remedy(folder)}")
+        _check_databases(folder, databases)
         known = msgspec.json.decode(steps_file.read_bytes(), type=list[str])
         if known != steps:
             changed = sorted(set(known) ^ set(steps))
@@ -168,6 +170,17 @@ def _prepare_recovery(folder: Path, flow: Dataflow, cluster: Cluster, stages: se
     init_db_dir(folder, 1)
     replace_file(steps_file, msgspec.json.encode(steps))
     restart.unlink(missing_ok=True)
+
+
+def _check_databases(folder: Path, databases: Sequence[Path]) -> None:
+    for file in databases:
+        try:
+            with closing(sqlite3.connect(file)) as database:
+                found = database.execute("PRAGMA quick_check").fetchone()[0]
+        except sqlite3.DatabaseError as error:
+            found = str(error)
+        if found != "ok":
+            raise RecoveryLost(f"{file} is damaged ({found}); {_remedy(folder)}")
 
 
 def _remedy(folder: Path) -> str:

@@ -320,6 +320,12 @@ def test_a_lost_recovery_folder_is_said_and_can_be_done_without(
     with pytest.raises(RecoveryLost, match="other steps"):
         start(finished)
     (folder / "steps.json").write_bytes(steps)
+    (database,) = folder.glob("part-*.sqlite3")
+    whole = database.read_bytes()
+    database.write_bytes(b"no database" * 400)
+    with pytest.raises(RecoveryLost, match="is damaged"):
+        start(finished)
+    database.write_bytes(whole)
     for file in folder.glob("part-*"):
         file.unlink()
     with pytest.raises(RecoveryLost, match="lost its database"):
