@@ -104,7 +104,16 @@ def test_a_changed_key_is_taken_over_and_named(folder: Folder) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    ["kafka.partitions=3", "run.namespace=x.", "model.path=mine.py:build", "model.dtype=bfloat16"],
+    [
+        "kafka.partitions=3",
+        "run.namespace=x.",
+        "model.path=mine.py:build",
+        "model.dtype=bfloat16",
+        "sampling.temperature=0.5",
+        "staleness.policy=sync",
+        "staleness.parameters.n=3",
+        "trainer.groups_per_step=2",
+    ],
 )
 def test_a_key_the_log_depends_on_cannot_change(change: str, folder: Folder) -> None:
     prepare(folder.load(), folder.run_dir)
