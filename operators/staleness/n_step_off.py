@@ -73,14 +73,18 @@ class NStepOff:
                 return state
 
     def credits(self, state: Slots, ledger: Ledger) -> int:
-        """Places in the open step and in the steps up to published + n that no open group has."""
+        """Places in the open step and in the steps up to published + n that no open group has. A
+        place given back early in the order is granted again even while later slots, beyond those
+        steps, are taken: the open step would wait for it for ever."""
         if state.published is None:
             return 0
         steps_ahead = self.n - lag(ledger.version, state.published)
         if steps_ahead < 0:
             return 0
         places = ledger.free_slots + steps_ahead * ledger.batch_size
-        return max(0, places - len(state.taken))
+        known = sorted([*state.taken.values(), *state.free])
+        given_back = bisect.bisect_right(state.free, known[:places][-1]) if known and places else 0
+        return given_back + max(0, places - len(known))
 
     def cancel(self, state: Slots, ledger: Ledger) -> tuple[Cancel, ...]:
         return ()

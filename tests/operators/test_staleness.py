@@ -267,6 +267,34 @@ def test_a_group_too_old_after_n_was_lowered_is_dropped_not_held() -> None:
     assert run.choose().drop == (groups[3],)
 
 
+def test_an_early_place_given_back_is_granted_again_though_later_ones_are_taken() -> None:
+    run = Run(policy("n-step-off", n=1), 8)
+    run.publish(0)
+    groups = run.grant_all()
+    assert len(groups) == 16
+    run.batch_size = 4
+    run.close(groups[0])
+    assert run.credits() == 1, "the open step waits for this place"
+    replacement = run.grant()
+    assert run.credits() == 0
+    for group_id in (*groups[1:4], replacement):
+        run.arrive(group_id)
+    assert set(run.choose().commit) == {replacement, *groups[1:4]}
+
+
+def test_a_policy_lowered_to_sync_drops_what_is_too_old_and_goes_on() -> None:
+    run = Run(policy("one-step-off"), 4)
+    run.publish(0)
+    groups = run.grant_all()
+    for group_id in groups:
+        run.arrive(group_id)
+    run.choose()
+    run.publish(1)
+    run.policy = policy("sync")
+    assert run.choose().drop == tuple(groups[4:])
+    assert len(run.grant_all()) == 4
+
+
 def test_a_changed_batch_size_goes_on_from_what_is_open() -> None:
     run = Run(policy("n-step-off", n=1), 4)
     run.publish(0)
