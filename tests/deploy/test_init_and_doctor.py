@@ -43,8 +43,12 @@ def test_init_writes_files_that_work_together(
             self.text = text
 
     for prompt in prompts:
-        assert score(Sample(f"it is 5, no, {prompt.reward}"), prompt)["reward"] == 1.1
-        assert score(Sample("no idea"), prompt)["reward"] == 0.1
+        right = str(prompt.reward)
+        assert score(Sample(f"5, no, {right}"), prompt)["correct"] == 1.0
+        assert (
+            score(Sample(right), prompt)["reward"] > score(Sample(f"no: {right}"), prompt)["reward"]
+        )
+        assert score(Sample("no idea"), prompt)["reward"] == 0.0
 
 
 def test_init_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

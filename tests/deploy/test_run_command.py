@@ -89,7 +89,7 @@ def test_a_run_ends_at_its_steps_resumes_and_holds_up(
 def test_however_a_run_is_ended_no_process_stays_and_it_resumes(
     tmp_path: Path, tiny_model_path: Path
 ) -> None:
-    run = SmallRun(tmp_path, tiny_model_path)
+    run = SmallRun(tmp_path, tiny_model_path, settings={"trainer.num_steps": 1000})
     with run.running() as process:
         run.wait_for_step(process, 1)
         until(lambda: all_started(run), "all roles")

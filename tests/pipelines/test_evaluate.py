@@ -111,7 +111,7 @@ def test_due_versions_are_evaluated_once_greedily_on_the_same_prompts(
         announce(cluster, 0, 1, 2, 2)
         _, second = evaluator.wait(cluster, 2)
         evaluator.engine.version = Version(0, 8)
-        announce(cluster, 3, 5, 6, 7)
+        announce(cluster, 3, 6, 7)
         _, _, third = evaluator.wait(cluster, 3)
     assert [e.version.number for e in (first, second, third)] == [0, 2, 6]
     assert [e.reward for e in (first, second, third)] == [0.0, 0.6, 1.0]
