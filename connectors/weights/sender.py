@@ -52,7 +52,7 @@ INNOCENT = (GroupUnknown, UpdateAborted, UpdateInterrupted)
 """What an engine answers when the fault lies elsewhere: worth another group."""
 
 MEMBER_S = 10.0  # an engine that has not even said that it is there by then is stopped
-VERDICT_S = 2.0  # after a failure, how long those alive have to say so
+VERDICT_S = 5.0  # after a failure, how long those alive have to say so, on a busy machine
 
 
 class WeightsSender:
