@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-done
+VLLM_STAMP := .venv/.vllm-done
 
-.PHONY: setup demo test test-slow check clean
+.PHONY: setup vllm demo test test-slow chaos check bench clean
 
 setup: $(STAMP)
 
@@ -17,6 +18,13 @@ $(STAMP): pyproject.toml
 	&& echo "installation took $$(( $$(date +%s) - start )) s"
 	@touch $@
 
+# The CPU build of vLLM, for the engine of that kind. What setup installs later keeps it.
+vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP): $(STAMP) deploy/vllm_install.py connectors/engines/vllm/version.py
+	@$(BIN)/python -P -m deploy.vllm_install
+	@touch $@
+
 demo: $(STAMP)
 	@$(BIN)/python -P -m deploy.demo
 
@@ -26,11 +34,22 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -P -m pytest -m slow
 
+# Fifty seeded runs with kills, zombies, network faults, full disks, torn files; goes on where it
+# stopped. About an hour and a half.
+chaos: $(STAMP)
+	$(BIN)/python -P -m tests.chaos --seeds 0-49
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -P -m pytest tests/test_layering.py
+
+# What a publish and a checkpoint cost against a copy in memory, and what a recovery takes; on a
+# machine with nothing else.
+bench: $(STAMP)
+	$(BIN)/python -P -m benchmarks.publish
+	$(BIN)/python -P -m benchmarks.saving
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build

@@ -130,6 +130,17 @@ def decode_group(data: bytes, crc: int | None = None) -> Group:
     return Group(group_id=rows[0].group_id, prompt=prompt, trajectories=tuple(rows))
 
 
+def num_sampled(data: bytes) -> int:
+    """Sampled tokens of a group's message: what its segments cover. 0 if it is no whole group."""
+    try:
+        with pa.ipc.open_stream(data) as reader:
+            segments = reader.read_next_batch().column("segments").flatten()
+        starts, ends = (segments.field(name).to_numpy() for name in ("start", "end"))
+        return int((ends - starts).sum())
+    except _UNREADABLE:
+        return 0
+
+
 def _lists(arrays: Sequence[Any], kind: pa.DataType) -> pa.ListArray:
     offsets = np.zeros(len(arrays) + 1, np.int32)
     np.cumsum([len(a) for a in arrays], out=offsets[1:])

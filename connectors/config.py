@@ -8,9 +8,10 @@ import difflib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 GROUP_ESTIMATORS: Final = frozenset({"grpo"})
 """Advantages that compare the trajectories of one prompt."""
@@ -34,12 +35,60 @@ class Run(Section):
     launcher: Literal["local", "ray"] = "local"
 
 
+class KafkaSecurity(Section):
+    """How every role and command proves itself to the log, and the log to them."""
+
+    security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
+    ssl_cafile: str | None = None
+    """PEM of who signed the brokers' certificates; leave out to trust whom this machine trusts."""
+    ssl_certfile: str | None = None
+    """PEM of a client's certificate, where the brokers ask for one."""
+    ssl_keyfile: str | None = None
+    """Of ssl_certfile; leave out if that file holds it too."""
+    ssl_check_hostname: bool = True
+    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] | None = None
+    sasl_username: str | None = None
+    sasl_password: str | None = Field(None, repr=False)
+    """Is copied into the run's config.toml, which then only its owner can read."""
+    sasl_password_file: str | None = None
+    """Its first line is the password. Without either, HEADWATER_SASL_PASSWORD in the environment
+    is."""
+
+    @property
+    def tls(self) -> bool:
+        return self.security_protocol in ("SSL", "SASL_SSL")
+
+    @property
+    def sasl(self) -> bool:
+        return self.security_protocol in ("SASL_PLAINTEXT", "SASL_SSL")
+
+    def problem(self) -> str | None:
+        """What does not go together, by key; the values may be secret."""
+        for key, field in type(self).model_fields.items():
+            if key == "security_protocol" or getattr(self, key) == field.default:
+                continue
+            needed = "SSL" if key.startswith("ssl_") else "SASL_PLAINTEXT"
+            if not (self.tls if needed == "SSL" else self.sasl):
+                return (
+                    f"{key} needs security_protocol = {needed} or SASL_SSL, got "
+                    f"{self.security_protocol}"
+                )
+        for key in ("sasl_mechanism", "sasl_username"):
+            if self.sasl and not getattr(self, key):
+                return f"security_protocol = {self.security_protocol} needs {key}"
+        if self.sasl_password is not None and self.sasl_password_file is not None:
+            return "sasl_password and sasl_password_file: one of them is enough"
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            return "ssl_keyfile needs ssl_certfile"
+        return None
+
+
 class Kafka(Section):
     bootstrap_servers: str | None = None
     """host:port of an Apache Kafka; leave out to use the embedded broker."""
     partitions: int = Field(2, ge=1, le=1024)
     max_message_bytes: int = Field(64 << 20, ge=1 << 16)
-    security: dict[str, str] = {}
+    security: KafkaSecurity = KafkaSecurity()
 
 
 class Broker(Section):
@@ -49,6 +98,12 @@ class Broker(Section):
     data_dir: str | None = None
     fsync: Literal["always", "never"] = "never"
     """`never` survives kill -9 of the broker; `always` survives power loss too."""
+    tls_cert: str | None = None
+    """PEM; with it the broker serves over TLS only."""
+    tls_key: str | None = None
+    """Of tls_cert; leave out if that file holds it too."""
+    users: str | None = None
+    """Who may connect, a file: `python -m connectors.broker users add NAME --file F` writes it."""
 
 
 class Model(Section):
@@ -59,13 +114,24 @@ class Model(Section):
     context_tokens: int = Field(2048, ge=8)
 
 
+def _engine_url(text: str) -> str:
+    try:
+        url = urlsplit(text)
+        whole = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # brackets, or a port no machine has
+        whole = False
+    if not whole or url.query or url.fragment or any(map(str.isspace, text)):
+        raise ValueError("should be http:// or https://, a host and, if need be, a port")
+    return text
+
+
 class EngineSection(Section):
     kind: Literal["hf", "vllm"] = "hf"
     count: int = Field(1, ge=1)
     max_running: int = Field(64, ge=1)
     """Sequences decoded together on one engine."""
     num_gpus: float = Field(0, ge=0)
-    urls: list[str] = []
+    urls: list[Annotated[str, AfterValidator(_engine_url)]] = []
     """Engines started elsewhere; leave out for those this run starts."""
     options: dict[str, Any] = {}
 
@@ -110,6 +176,23 @@ class Rollout(Section):
     oversample: int = Field(0, ge=0)
 
 
+class Source(Section):
+    """Of a shadow trainer: the log of the run it follows. `headwater shadow` writes it."""
+
+    run: str
+    """That run's folder; its broker serves both."""
+    grants: str
+    """Namespace of the `policy` whose grants give the order of the groups."""
+    namespace: str
+    """Namespace of the `trajectories` it trains on."""
+    starts: list[int]
+    """First offset it reads, by partition."""
+    ends: list[int] = []
+    """Where some of what was granted is not in `trajectories`: a prompt below `limits` that has no
+    terminal below `ends` is passed over."""
+    limits: list[int] = []
+
+
 class Trainer(Section):
     num_ranks: int = Field(1, ge=1)
     num_gpus: float = Field(0, ge=0)
@@ -129,14 +212,28 @@ class Trainer(Section):
     max_tokens_per_microbatch: int = Field(8192, ge=1)
     num_threads: int = Field(1, ge=1)
     """CPU threads of the trainer; bits depend on it, so it is recorded in every manifest."""
+    source: Source | None = None
     publish_timeout_s: float = Field(60.0, gt=0)
+    publish_through: Literal["auto", "memory", "group"] = "auto"
+    """How engines get weights: `memory`, which processes of one host share; `group`, a broadcast
+    over gloo or NCCL; `auto`: memory where it can be shared, the group elsewhere."""
 
 
 class Checkpoint(Section):
     url: str | None = None
-    """Leave out for `RUN/checkpoints`."""
+    """A folder, or a URL of any fsspec file system (`s3://bucket/prefix`); leave out for
+    `RUN/checkpoints`."""
     every_steps: int = Field(10, ge=1)
     keep: int = Field(2, ge=1)
+    """The newest ones stay."""
+    keep_hours: float | None = Field(None, gt=0)
+    """Younger ones stay, too."""
+    trim_log: bool = False
+    """Delete what the oldest kept checkpoint needs no more from `rollouts`, `trajectories` and
+    `steps`, once there are `keep` of them, at least 2: then a damaged one is not the end."""
+    options: dict[str, Any] = {}
+    """For the URL's file system, beside its own configuration and environment (which are the better
+    place for secrets), e.g. `endpoint_url`."""
 
 
 class Eval(Section):
@@ -171,6 +268,12 @@ class Config(Section):
     def _consistent(self) -> Config:
         if self.kafka.bootstrap_servers is None and not self.broker.embedded:
             raise ValueError("kafka.bootstrap_servers is needed when broker.embedded = false")
+        if (problem := self.kafka.security.problem() or self._embedded_security()) is not None:
+            raise ValueError(f"kafka.security: {problem}")
+        if self.checkpoint.trim_log and self.checkpoint.keep < 2:
+            raise ValueError("checkpoint.trim_log needs checkpoint.keep of at least 2, got 1")
+        if self.broker.tls_key is not None and self.broker.tls_cert is None:
+            raise ValueError("broker.tls_key needs broker.tls_cert")
         for key, (only, value) in self._single_choices().items():
             if value != only:
                 raise ValueError(f"{key}: only {only!r} is available yet, got {value!r}")
@@ -182,11 +285,26 @@ class Config(Section):
                 )
         return self
 
+    def _embedded_security(self) -> str | None:
+        """How a run's own clients would miss its own broker."""
+        broker, security = self.broker, self.kafka.security
+        if self.kafka.bootstrap_servers is not None:
+            return None
+        for key, served, asked in (
+            ("tls_cert", broker.tls_cert is not None, security.tls),
+            ("users", broker.users is not None, security.sasl),
+        ):
+            if served != asked:
+                return (
+                    f"security_protocol = {security.security_protocol} does not go with the "
+                    f"embedded broker, which has {'a' if served else 'no'} broker.{key}"
+                )
+        return None
+
     def _single_choices(self) -> dict[str, tuple[Any, Any]]:
         """Keys that have their name and one value; refusing the others beats ignoring them."""
         return {
             "run.launcher": ("local", self.run.launcher),
-            "engine.kind": ("hf", self.engine.kind),
             "staleness.at_deadline": ("wait", self.staleness.at_deadline),
             "rollout.inflight": ("keep", self.rollout.inflight),
             "rollout.slice_tokens": (256, self.rollout.slice_tokens),
@@ -248,8 +366,8 @@ def _one_line(error: ValidationError) -> str:
         return f"{where} is required{more}"
     rule = first["msg"].removeprefix("Value error, ")
     rule = rule[:1].lower() + rule[1:]
-    if not where:
-        return f"{rule}{more}"
+    if not where or first["loc"][-1] == "sasl_password":
+        return f"{where and where + ': '}{rule}{more}"
     return f"{where}: {rule}, got {first['input']!r}{more}"
 
 

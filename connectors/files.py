@@ -17,12 +17,14 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
+def replace_file(path: Path, content: bytes, *, sync: bool = False, mode: int = 0o666) -> None:
     """`path` holds its old content or all of `content`, whatever is killed meanwhile; with `sync`,
-    whatever loses power, too. OSError if the disk refuses, then the old content stays."""
+    whatever loses power, too. OSError if the disk refuses, then the old content stays. `mode` is
+    the new file's, less the umask."""
     staged = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        staged.write_bytes(content)
+        with open(staged, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(content)
         if sync:
             sync_path(staged)
         staged.replace(path)
@@ -41,7 +43,18 @@ class Locked(RuntimeError):
         self.pid = pid
 
 
-class FileLock:
+class _Lock:
+    """An open file that the kernel locks; forgotten where it was closed."""
+
+    _descriptor: int
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class FileLock(_Lock):
     """Held until `close` or the end of the process, however it ends. Processes forked from this one
     do not hold it: what user code leaves behind locks nobody out."""
 
@@ -59,7 +72,22 @@ class FileLock:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
 
-    def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+
+class SharedLock(_Lock):
+    """Held by any number of processes at once, until `close` or their end. While `is_last` holds it
+    alone, whoever wants to join waits."""
+
+    def __init__(self, path: Path) -> None:
+        """Waits while a process holds it alone. OSError if the file cannot be made."""
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+        os.register_at_fork(after_in_child=self.close)
+        fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+
+    def is_last(self) -> bool:
+        """Whether no other process holds it: then this one holds it alone; else it has left."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            return False
+        return True

@@ -65,7 +65,7 @@ class GeneratedPrompts:
         except ImportError as error:
             raise ConfigError(
                 f"prompts {GENERATOR_PREFIX}{name} need reasoning-gym: "
-                "pip install 'headwater[reasoning-gym]'"
+                "pip install -e '.[reasoning-gym]'"
             ) from error
         self._name, self._seed = name, seed
         try:

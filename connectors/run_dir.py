@@ -8,6 +8,7 @@ rename.
     RUN/broker/          the embedded broker's data
     RUN/recovery/STAGE/  bytewax's snapshots
     RUN/checkpoints/     unless checkpoint.url says otherwise
+    RUN/checkpoint-cache/ of what lies in an object store
     RUN/roles/           one JSON a role: name, pid, url, started_at, restarts
     RUN/logs/            one text file a role
     RUN/tensorboard/

@@ -1,128 +1,199 @@
-"""A run's log read for the audit, and the audit's answer for people and for --json."""
+"""A run's log read for the audit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final, Literal
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
 from connectors.arrow import CorruptRecord, checksum
-from connectors.config import Config
-from connectors.kafka.client import Cluster, Record
-from connectors.kafka.tail import PolicyTail
+from connectors.config import Config, ConfigError
+from connectors.kafka.client import Cluster, OffsetGone, Reader, Record
+from connectors.kafka.parsed import parsed
 from connectors.kafka.terminals import UnknownRecord, terminal
 from connectors.records import (
     Closed,
+    Coordinate,
     Group,
+    PolicyRecord,
     Version,
 )
-from deploy.audit import Audit, History, Terminal, audit
-from deploy.history import Follower
+from connectors.run_dir import RunDir
+from deploy.audit import audit
+from deploy.base import (
+    StepRecords,
+    Unprovable,
+    base_of,
+    check_partitions,
+)
+from deploy.findings import Audit, History, Terminal
+from deploy.history import CLOCK_SKEW_S, Follower, Place
+from trainer.checkpoint_meta import CheckpointMeta
 from trainer.staleness import configured_policy
-from trainer.step_log import read_steps
 
-MAX_LISTED: Final = 100
-"""Ids listed a violation."""
+TRIES: Final = 3
+"""A trainer at work may trim what is being read; then it is read anew from where it begins now."""
 
 
-def audit_run(config: Config, cluster: Cluster) -> dict[str, Any]:
-    """The audit of a run's log as `headwater audit --json` prints it.
+def audit_run(config: Config, run_dir: RunDir, cluster: Cluster) -> Audit:
+    """The audit of a run's log, of one at work as of the call. Unprovable when what is left of the
+    log proves nothing. ConfigError for a shadow, which grants nothing."""
+    if (source := config.trainer.source) is not None:
+        raise ConfigError(f"{run_dir.path} is a shadow and grants nothing: audit {source.run}")
+    for attempt in range(TRIES):
+        try:
+            return _audit(config, run_dir, cluster)
+        except OffsetGone as error:
+            if attempt == TRIES - 1:
+                raise Unprovable(f"the log was trimmed while it was read: {error}") from error
+    raise AssertionError
 
-    Of a run at work it is a snapshot: manifests are read first, so that whatever they trained has
-    its grant and its terminal in what is read after them."""
-    trajectories = Follower(cluster, "trajectories", config.kafka.partitions)
-    tail = PolicyTail(cluster)
-    try:
-        steps = list(read_steps(cluster))
-        announcements = [announcement for _, announcement in tail.catch_up()]
+
+def _audit(config: Config, run_dir: RunDir, cluster: Cluster) -> Audit:
+    """Ends are taken so that each record's causes are read: a terminal before `policy`, where its
+    grant is, and that before `steps`, where its version was made."""
+    check_partitions(config, cluster)
+    partitions = range(config.kafka.partitions)
+    with ExitStack() as opened:
+        terminals = _Lanes(cluster, partitions, opened)
+        prompts = opened.enter_context(closing(Follower(cluster, "prompts", partitions)))
+        policy = _PolicyRecords(cluster)
+        judged = policy.end()
+        steps = StepRecords.now(cluster)
+        policy.stop = policy.end()
+        base = base_of(config, run_dir, cluster, steps)
+        terminals.begin_at(base)
+        prompts.skip()
         found = audit(
             History(
                 prompts_topic=cluster.topic("prompts"),
-                announcements=announcements,
                 steps=steps,
-                terminals=map(terminal_of, trajectories.news()),
-                bound=configured_policy(config).bound,
-                trajectory_starts=trajectories.starts,
+                policy=policy,
+                terminals={p: terminals.read(p) for p in partitions},
+                rollouts=_Rollouts(cluster, partitions),
+                strategy=configured_policy(config),
+                batch_size=config.trainer.groups_per_step,
+                group_size=max(task.group_size for task in config.tasks.values()),
+                patience_s=patience_s(config),
+                policy_end=judged,
+                terminal_ends=terminals.ends,
+                prompt_starts=prompts.starts,
+                prompt_ends=prompts.ends,
+                base=base,
+                arrived=_arrived(cluster, base),
             )
         )
-    finally:
-        for reader in (trajectories, tail):
-            reader.close()
-    return as_json(found)
+    found.chain_breaks += [*steps.unreadable.values(), *policy.unreadable.values()]
+    return found
+
+
+class _Lanes:
+    """`trajectories`, each partition by itself, so that none is read ahead of the others."""
+
+    def __init__(self, cluster: Cluster, partitions: Sequence[int], opened: ExitStack) -> None:
+        self._lanes = {
+            p: opened.enter_context(closing(Follower(cluster, "trajectories", [p])))
+            for p in partitions
+        }
+        for lane in self._lanes.values():
+            lane.skip()
+        self.ends = {p: lane.ends[p] for p, lane in self._lanes.items()}
+
+    def begin_at(self, base: CheckpointMeta | None) -> None:
+        for partition, offset in enumerate(base.feed.read if base else ()):
+            self._lanes[partition].seek(partition, offset)
+
+    def read(self, partition: int) -> Iterator[Terminal]:
+        return map(terminal_of, self._lanes[partition].news())
+
+
+@dataclass(slots=True)
+class _PolicyRecords:
+    """`policy` from its start to `stop`."""
+
+    cluster: Cluster
+    stop: int = 0
+    unreadable: dict[int, str] = field(default_factory=dict)
+
+    def end(self) -> int:
+        with closing(Reader(self.cluster, self.cluster.topic("policy"), {0: 0})) as reader:
+            return reader.ends()[0]
+
+    def __iter__(self) -> Iterator[tuple[int, PolicyRecord]]:
+        with closing(Follower(self.cluster, "policy", [0])) as follower:
+            yield from parsed(follower.to({0: self.stop}), PolicyRecord, self.unreadable)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rollouts:
+    """Looks for groups in `rollouts`, from the time of their first grant on."""
+
+    cluster: Cluster
+    partitions: Sequence[int]
+
+    def __call__(
+        self, wanted: Collection[Place], granted_at: float
+    ) -> Iterable[tuple[Place, float]]:
+        topic = self.cluster.topic("prompts")
+        keys = {f"{topic}/{p}/{at}".encode(): (p, at) for p, at in wanted}
+        with closing(Follower(self.cluster, "rollouts", self.partitions)) as follower:
+            follower.seek_time(granted_at - CLOCK_SKEW_S)
+            for record in follower.news():
+                if (place := keys.pop(record.key or b"", None)) is not None:
+                    yield place, record.timestamp_ms / 1000.0
+
+
+def _arrived(cluster: Cluster, base: CheckpointMeta | None) -> list[Terminal]:
+    """The terminals of the groups that were ready at the base, read where they lie."""
+    at = [e.coordinate for e in base.feed.open if e.coordinate is not None] if base else []
+    with closing(Reader(cluster, cluster.topic("trajectories"), {})) as reader:
+        return [_terminal_at(reader, coordinate) for coordinate in at]
+
+
+def _terminal_at(reader: Reader, at: Coordinate) -> Terminal:
+    return terminal_of(reader.read_at(at.partition, at.offset))
 
 
 def terminal_of(record: Record) -> Terminal:
-    """A record of `trajectories`, its group decoded only to find the oldest trained version."""
+    """A record of `trajectories`, its group decoded only to find the versions it is trained on."""
     kind: Literal["group", "closed", "corrupt"]
-    oldest = None
+    versions, error = frozenset[Version](), ""
     try:
         ended = terminal(record)
-    except (CorruptRecord, UnknownRecord):
-        kind = "corrupt"
+    except (CorruptRecord, UnknownRecord) as caught:
+        kind, error = "corrupt", str(caught)
     else:
         kind = "closed" if isinstance(ended, Closed) else "group"
-        oldest = None if isinstance(ended, Closed) else oldest_trained(ended)
+        if isinstance(ended, Group):
+            versions = trained_versions(ended)
     return Terminal(
         group_id=(record.key or b"").decode(errors="replace"),
         partition=record.partition,
         offset=record.offset,
         crc=checksum(record.value),
         kind=kind,
-        oldest=oldest,
+        versions=versions,
+        written_at=record.timestamp_ms / 1000.0,
+        error=error,
     )
 
 
-def oldest_trained(group: Group) -> Version | None:
-    """The oldest version that wrote a token with loss_mask 1."""
-    return min(
-        (
-            segment.version
-            for trajectory in group.trajectories
-            for segment in trajectory.segments
-            if trajectory.loss_mask[segment.start : segment.end].any()
-        ),
-        default=None,
+def trained_versions(group: Group) -> frozenset[Version]:
+    """Those that wrote a token with loss_mask 1."""
+    return frozenset(
+        segment.version
+        for trajectory in group.trajectories
+        for segment in trajectory.segments
+        if trajectory.loss_mask[segment.start : segment.end].any()
     )
 
 
-def as_json(found: Audit) -> dict[str, Any]:
-    """The pinned keys, and those that say more."""
-    return {
-        "ok": found.ok,
-        "groups": dict(found.groups),
-        "lost": list(found.lost[:MAX_LISTED]),
-        "trained_twice": list(found.trained_twice[:MAX_LISTED]),
-        "settled_twice": list(found.settled_twice[:MAX_LISTED]),
-        "ungranted": list(found.ungranted[:MAX_LISTED]),
-        "bound_violations": [
-            {"group_id": v.group_id, "step": v.step, "staleness": v.staleness}
-            for v in found.bound_violations[:MAX_LISTED]
-        ],
-        "credit_balance": found.credit_balance,
-        "digest_chain_ok": found.digest_chain_ok,
-        "chain_breaks": list(found.chain_breaks[:MAX_LISTED]),
-    }
-
-
-def audit_lines(found: Mapping[str, Any]) -> list[str]:
-    """The audit for reading."""
-    groups = found["groups"]
-    lines = [
-        f"granted {groups['granted']} = {groups['trained']} trained + {groups['closed']} closed + "
-        f"{groups['dropped']} dropped + {groups['open']} open"
-        + (f" (balance {found['credit_balance']})" if found["credit_balance"] else ""),
-        f"lost {len(found['lost'])}, trained twice {len(found['trained_twice'])}, "
-        f"bound violations {len(found['bound_violations'])}, "
-        f"credit balance {found['credit_balance']}",
-        "digest chain ok" if found["digest_chain_ok"] else "digest chain BROKEN",
-    ]
-    for name in (
-        "lost",
-        "trained_twice",
-        "settled_twice",
-        "ungranted",
-        "bound_violations",
-        "chain_breaks",
-    ):
-        lines += [f"  {name}: {entry}" for entry in found[name][:5]]
-    lines.append("audit ok" if found["ok"] else "audit FAILED")
-    return lines
+def patience_s(config: Config) -> float:
+    """The longest the reward stage works on one group, its retries and their pauses included; twice
+    that, for a worker that was killed starts again."""
+    longest = max(
+        task.reward_timeout_s * (task.reward_retries + 1) + 2.0**task.reward_retries
+        for task in config.tasks.values()
+    )
+    return 2 * longest + 60.0

@@ -18,7 +18,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deploy import errors
-from deploy.commands import init, inspect, model, prompts, roles, run
+from deploy.commands import (
+    export,
+    init,
+    inspect,
+    lineage,
+    model,
+    other,
+    prompts,
+    read_log,
+    roles,
+    run,
+)
 
 _DESCRIPTION = "Train LLM agents online, as a streaming job on a Kafka log."
 _EPILOG = """examples:
@@ -37,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for group in (run, inspect, prompts, init, roles, model):
+    for group in (run, inspect, read_log, lineage, export, other, prompts, init, roles, model):
         group.add(commands)
     return top
 

@@ -22,9 +22,11 @@ from typing import Any
 
 from connectors.kafka.client import Cluster, KafkaFailure, read_all
 from connectors.kafka.locate import cluster as locate
-from connectors.records import Evaluation, Manifest, decode_as
+from connectors.kafka.parsed import parsed
+from connectors.records import Evaluation, Manifest
 from connectors.run_dir import RunDir
 from deploy.curve import draw
+from deploy.errors import NOT_VERIFIED
 from deploy.launcher import headwater_command
 from deploy.log import opened
 from deploy.run_folder import load_run
@@ -118,7 +120,7 @@ def _kill_trainer_half_way(process: subprocess.Popen[bytes], folder: Path) -> No
 
 def _evaluations(cluster: Cluster) -> list[Evaluation]:
     records = read_all(cluster, cluster.topic("evaluations"), [0])
-    return [decode_as(record.value, Evaluation) for record in records]
+    return [evaluation for _, evaluation in parsed(records, Evaluation)]
 
 
 def _curves(main_job: Outcome, control: Outcome) -> str:
@@ -170,11 +172,15 @@ def _judge(main_job: Outcome, control: Outcome) -> list[str]:
 def _prove(outcome: Outcome) -> list[str]:
     last = outcome.manifests[-1]
     problems = []
-    if _show("audit", RUN) is None:
-        problems.append("audit found a violation")
-    if _show("replay", RUN, "--last", "5") is None:
-        problems.append("replay gave other digests")
-    traced = _show("trace", RUN, f"{last.records[0].group_id}/0") or ""
+    for name, arguments, violation in (
+        ("audit", (), "found a violation"),
+        ("replay", ("--last", "5"), "gave other digests"),
+    ):
+        code = _show(name, RUN, *arguments).returncode
+        if code:
+            said = violation if code == NOT_VERIFIED else f"could not be done (exit code {code})"
+            problems.append(f"{name} {said}")
+    traced = _show("trace", RUN, f"{last.records[0].group_id}/0").stdout
     if not any(
         line.split() == ["trained", "in", "step", str(last.step)] for line in traced.splitlines()
     ):
@@ -182,15 +188,15 @@ def _prove(outcome: Outcome) -> list[str]:
     return problems
 
 
-def _show(command: str, *arguments: object) -> str | None:
-    """What the command says, printed as a user sees it; None when it fails."""
+def _show(command: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """What the command says, printed as a user sees it."""
     print(f"\n$ headwater {command} {' '.join(map(str, arguments))}", flush=True)
     done = subprocess.run(
         headwater_command(command, *map(str, arguments)),
         stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     print(done.stdout, end="", flush=True)
-    return done.stdout if done.returncode == 0 else None
+    return done
 
 
 def _status() -> dict[str, Any]:

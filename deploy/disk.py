@@ -3,8 +3,10 @@ client tries again, and nothing acknowledged is lost."""
 
 from __future__ import annotations
 
+import errno
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +14,20 @@ from deploy.errors import EnvironmentFailure
 
 FULL_BYTES: Final = 16 << 20
 PATIENCE_S: Final = 60.0
+
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+@contextmanager
+def room_or_later() -> Iterator[None]:
+    """What the block cannot write because the disk is full may be written another time: the run
+    must not end for a line on its screen."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
 
 
 def free_bytes(path: Path) -> int:
@@ -24,6 +40,11 @@ class DiskWatch:
     def __init__(self, path: Path, free: Callable[[Path], int] = free_bytes) -> None:
         self._path, self._free = path, free
         self._full_since: float | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """As it was at the last look."""
+        return self._full_since is not None
 
     def look(self, now: float) -> str | None:
         """A line when the disk fills up or has room again; `now` in seconds. EnvironmentFailure

@@ -1,7 +1,8 @@
 """A run's log as the numbers that `status` shows, folded record by record.
 
 Enter: announcements, the records of `steps` and `trajectories`, evaluations. Leave: counts and
-averages, at a cost that does not grow with the log: sums are kept, not taken anew.
+averages of the current line, at a cost that does not grow with the log; what a rollback gave up is
+counted apart.
 """
 
 from __future__ import annotations
@@ -9,23 +10,37 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
-from connectors.arrow import CorruptRecord
+import msgspec
+
+from connectors.arrow import CorruptRecord, num_sampled
 from connectors.kafka.client import Record
 from connectors.kafka.terminals import UnknownRecord, terminal
 from connectors.records import (
     HEADER_KIND,
     Announcement,
+    Begin,
     Closed,
     Evaluation,
     Manifest,
     StepRecord,
     Version,
-    parse_group_id,
 )
-from deploy.history import Grants
-from operators.settled import Intervals, settle
+from deploy.history import (
+    ARRIVED,
+    BEFORE,
+    CLOSED,
+    DROPPED,
+    REFUNDED,
+    Line,
+    Place,
+    Prompts,
+    lineage_of,
+    slim,
+)
+from deploy.step_sums import StepSums
+from trainer.checkpoint_meta import CheckpointMeta
 from trainer.step_log import Chain
 
 RECENT_STEPS: Final = 10
@@ -33,133 +48,178 @@ RECENT_STEPS: Final = 10
 
 
 @dataclass(slots=True)
-class StepSums:
-    """Sums over the steps of a chain, each added once.
+class Fold:
+    """The log so far. Pure: `RunStatus` feeds it.
 
-    staleness  over trained tokens: "mean" (weighted sum), "p99" and "max" (largest of the steps')
-    elapsed_s  from step to step of the same trainer; `wait_s`: the part of it spent in `take`
+    prompts   what became of each; None of its trained ones is marked
+    base      where the kept part of the log begins, None for a whole one
+    announced the version that engines were last told of
+    given_up  steps that rollbacks gave up, groups and tokens trained in them
     """
 
-    num_steps: int = 0
-    num_trained: int = 0
-    dropped: set[str] = field(default_factory=set)
-    metrics: dict[str, float] = field(default_factory=dict)
-    staleness: dict[str, float] = field(default_factory=dict)
-    staleness_weight: float = 0.0
-    rewards: list[tuple[int, float]] = field(default_factory=list)  # (step, mean reward)
-    elapsed_s: float = 0.0
-    wait_s: float = 0.0
-    last: Manifest | None = None
-
-    def add(self, manifest: Manifest) -> None:
-        self.num_steps += 1
-        self.num_trained += len(manifest.records)
-        self.dropped.update(manifest.dropped)
-        for name, value in manifest.metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + value
-        if "reward/mean" in manifest.metrics:
-            self.rewards.append((manifest.step, manifest.metrics["reward/mean"]))
-        self._add_staleness(manifest)
-        if self.last is not None and self.last.epoch == manifest.epoch:
-            self.elapsed_s += manifest.finished_at - self.last.finished_at
-            self.wait_s += manifest.metrics.get("seconds/wait", 0.0)
-        self.last = manifest
-
-    def _add_staleness(self, manifest: Manifest) -> None:
-        if not manifest.staleness:
-            return
-        weight, sums = manifest.metrics.get("tokens/trained", 1.0), self.staleness
-        self.staleness_weight += weight
-        sums["mean"] = sums.get("mean", 0.0) + weight * manifest.staleness.get("mean", 0.0)
-        for name in ("p99", "max"):
-            sums[name] = max(sums.get(name, 0.0), manifest.staleness.get(name, 0.0))
-
-
-@dataclass(slots=True)
-class Fold:
-    """The log so far. Pure: `RunStatus` feeds it."""
-
-    grants: Grants = field(default_factory=Grants)
+    prompts: Prompts
+    base: CheckpointMeta | None = None
     chain: Chain = field(default_factory=Chain)
     closed_by_reason: Counter[str] = field(default_factory=Counter)
     evaluations: list[Evaluation] = field(default_factory=list)
-    version: Version | None = None
+    announced: Version | None = None
+    given_up: dict[str, int] = field(default_factory=lambda: {"steps": 0, "groups": 0, "tokens": 0})
     _sums: StepSums = field(default_factory=StepSums)
-    _settled: dict[tuple[str, int], Intervals] = field(default_factory=dict)
-    _closed: set[str] = field(default_factory=set)  # by a terminal
-    _refunded: set[str] = field(default_factory=set)  # by an announcement, and by no terminal yet
+    _ready: set[Place] = field(default_factory=set)  # at the base; their terminals are read again
+
+    def __post_init__(self) -> None:
+        if self.base is not None:
+            feed = self.base.feed
+            self.closed_by_reason.update(feed.counts.closed_by_reason)
+            self.announced = feed.published
+            self._ready = {(e.partition, e.offset) for e in feed.open if e.coordinate is not None}
 
     def announce(self, announcement: Announcement) -> None:
-        self.grants.observe(announcement)
-        self._refunded.update(g for g in announcement.closed if g not in self._closed)
-        self.version = announcement.version
+        self.prompts.grant(announcement.limits)
+        self._mark(announcement.closed, REFUNDED)
+        self.announced = announcement.version
 
     def step(self, offset: int, record: StepRecord) -> None:
         before = self.chain.manifests
-        self.chain.observe(offset, record)
-        if self.chain.manifests is not before:
-            self._sums = StepSums()  # the log is a trimmed one, and the chain began anew
-        for manifest in self.chain.manifests[self._sums.num_steps :]:
-            self._sums.add(manifest)
+        kept = record if isinstance(record, Begin) else slim(record)
+        self.chain.observe(offset, kept)
+        manifests = self.chain.manifests
+        counts = bool(manifests) and manifests[-1] is kept
+        if manifests is not before:
+            if counts:
+                self._sums = StepSums()  # the log is a trimmed one, and the chain began anew
+            else:
+                self._give_up(before[len(manifests) :])
+        if counts and isinstance(record, Manifest):
+            last = manifests[-2] if len(manifests) > 1 else None
+            is_new = self.base is None or not self.base.holds(record)
+            if is_new:
+                self._sums.add(record, last)
+                self._mark(record.dropped, DROPPED)
+            else:
+                self._sums.add_nothing()  # what comes before the base is in its counts
+
+    def _give_up(self, manifests: Sequence[Manifest]) -> None:
+        cut = self._sums.cut(len(manifests))
+        self.given_up["steps"] += len(manifests)
+        self.given_up["groups"] += int(cut["groups"])
+        self.given_up["tokens"] += int(cut["tokens/trained"])
+        for group_id in (g for m in manifests for g in m.dropped):
+            if (place := self.prompts.place(group_id)) is not None:
+                self.prompts.unmark(place, DROPPED)
+
+    def _mark(self, group_ids: Sequence[str], how: int) -> None:
+        for group_id in group_ids:
+            if (place := self.prompts.place(group_id)) is not None:
+                self.prompts.mark(place, how)
 
     def end(self, record: Record) -> None:
         """A record of `trajectories`; the first terminal of a group counts."""
-        group_id = (record.key or b"").decode(errors="replace")
-        try:
-            prompt = parse_group_id(group_id)
-        except ValueError:
-            return  # of no group
-        place = (prompt.topic, prompt.partition)
-        self._settled[place], is_first = settle(self._settled.get(place, ()), prompt.offset)
-        if is_first and record.headers.get(HEADER_KIND) == "closed":
+        place = self.prompts.place((record.key or b"").decode(errors="replace"))
+        if place is None:
+            return  # of no group of this run
+        closed = record.headers.get(HEADER_KIND) == "closed"
+        if place in self._ready:
+            self._ready.discard(place)
+            self.prompts.sampled(place, num_sampled(record.value))
+            return
+        if place in self.prompts.unread:
+            self.prompts.unread.discard(place)
+            self.prompts.arrived += 1
+        elif not self.prompts.fate(place) & (ARRIVED | BEFORE):
+            self.prompts.mark(place, ARRIVED | CLOSED if closed else ARRIVED)
+        else:
+            return
+        if closed:
             self.closed_by_reason[_reason(record)] += 1
-            self._closed.add(group_id)
-            self._refunded.discard(group_id)
+        else:
+            self.prompts.sampled(place, num_sampled(record.value))
 
     def evaluate(self, evaluation: Evaluation) -> None:
-        self.evaluations.append(evaluation)
+        self.evaluations.append(msgspec.structs.replace(evaluation, samples=()))
 
     # ------------------------------------------------------------------------------------ answers
-    @property
-    def num_settled(self) -> int:
-        """Groups that have a terminal."""
-        return sum(end - start for spans in self._settled.values() for start, end in spans)
-
     def groups(self) -> dict[str, int]:
-        granted, trained = self.grants.num_granted, self._sums.num_trained
-        closed = len(self._closed)
-        dropped = len(self._sums.dropped | self._refunded)
+        """`open` are those that neither a step on the chain trained nor anything else ended."""
+        prompts = self.prompts
+        trained = int(self._sums["groups"])
+        if self.base is not None:
+            trained += self.base.feed.counts.trained
         return {
-            "granted": granted,
+            "granted": prompts.num_granted,
             "trained": trained,
-            "closed": closed,
-            "dropped": dropped,
-            "open": granted - trained - closed - dropped,
+            "closed": prompts.closed,
+            "dropped": prompts.dropped,
+            "open": prompts.num_granted - trained - prompts.closed - prompts.dropped,
         }
 
+    def tokens(self) -> dict[str, int]:
+        """`generated`: sampled, of the groups that arrived; `dropped`: of those of them that were
+        dropped; `trained`: by steps on the chain; `masked`: what those did not train of their
+        groups' sampled tokens."""
+        trained = int(self._sums["tokens/trained"])
+        return {
+            "generated": self.prompts.sampled_tokens,
+            "trained": trained,
+            "masked": max(0, int(self._sums["tokens/generated"]) - trained),
+            "dropped": self.prompts.dropped_tokens,
+        }
+
+    def num_ready(self) -> int:
+        """Groups that have a terminal and wait for the trainer."""
+        groups = self.groups()
+        ended = groups["trained"] + groups["closed"] + groups["dropped"]
+        return max(0, self.prompts.arrived - ended)
+
+    def line(self) -> Line:
+        known = self.base.feed.lineage if self.base is not None else {}
+        return Line(self.chain.incarnation, {**known, **self.chain.lineage})
+
+    @property
+    def version(self) -> Version | None:
+        """The announced one; after a rollback, until the next announcement, that it went on as."""
+        if self.announced is None or self.announced in self.line():
+            return self.announced
+        return self.chain.version
+
+    def lineage(self) -> list[dict[str, Any]]:
+        return lineage_of(self.line().lineage)
+
     def total(self, metric: str) -> float:
-        return self._sums.metrics.get(metric, 0.0)
+        """Sum over the chain's steps, of a metric that `StepSums` keeps."""
+        return self._sums[metric]
 
     def staleness(self) -> dict[str, float | None]:
-        """Over all trained tokens; p99 is the largest of the steps' (theirs cannot be merged)."""
-        sums, weight = self._sums.staleness, self._sums.staleness_weight
-        if not weight:
+        """Of trained tokens: the mean over all of them; p99 and max are the largest of the steps'
+        (theirs cannot be merged)."""
+        sums = self._sums
+        if not sums["staleness_weight"]:
             return {"mean": None, "p99": None, "max": None}
-        return {"mean": sums["mean"] / weight, "p99": sums["p99"], "max": sums["max"]}
+        return {
+            "mean": sums["staleness_sum"] / sums["staleness_weight"],
+            "p99": sums["staleness_p99"],
+            "max": sums["staleness_max"],
+        }
 
-    def rewards(self) -> list[tuple[int, float]]:
-        """(step, mean training reward)."""
-        return self._sums.rewards
+    def rewards(self, last: int | None = None) -> list[tuple[int, float]]:
+        """(step, mean training reward) of the chain's steps, or the last of them."""
+        return self._sums.rewards(self.chain.step, last)
 
     def held_out(self) -> list[tuple[int, float]]:
         """(version's number, mean held-out reward over the tasks), the newest of each version."""
         by_version: dict[Version, dict[str, Evaluation]] = {}
-        for e in self.evaluations:
+        for e in self.line_evaluations():
             by_version.setdefault(e.version, {})[e.task] = e
+        by_number = {version.number: tasks for version, tasks in sorted(by_version.items())}
         return [
-            (version.number, mean([e.reward for e in tasks.values()]) or 0.0)
-            for version, tasks in sorted(by_version.items())
+            (number, mean([e.reward for e in tasks.values()]) or 0.0)
+            for number, tasks in sorted(by_number.items())
         ]
+
+    def line_evaluations(self) -> list[Evaluation]:
+        """Of versions that no rollback gave up."""
+        line = self.line()
+        return [e for e in self.evaluations if e.version in line]
 
     def tokens_per_s(self) -> float | None:
         """Tokens trained a second of wall time, over the recent steps."""
@@ -169,14 +229,18 @@ class Fold:
         if len(recent) < 2:
             return None
         elapsed_s = recent[-1].finished_at - recent[0].finished_at
-        tokens = sum(m.metrics.get("tokens/trained", 0.0) for m in recent[1:])
+        tokens = sum(self._sums.recent("tokens/trained", len(recent) - 1))
         return tokens / elapsed_s if elapsed_s > 0 else None
+
+    def publish_s(self) -> float | None:
+        """Of the recent steps that published."""
+        return mean([s for s in self._sums.recent("seconds/publish", RECENT_STEPS) if s])
 
     def wait_share(self) -> float | None:
         """Share of the time from step to step that the trainer waited for groups; a trainer's first
         step and what lies between two trainers do not count."""
-        elapsed_s = self._sums.elapsed_s
-        return self._sums.wait_s / elapsed_s if elapsed_s > 0 else None
+        elapsed_s = self._sums["elapsed_s"]
+        return self._sums["wait_s"] / elapsed_s if elapsed_s > 0 else None
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -20,6 +20,7 @@ from typing import Final, Protocol
 import headwater
 from connectors.config import Config
 from connectors.run_dir import RunDir
+from deploy.gpus import VARIABLE
 
 # One thread a role: on a laptop the roles are the parallelism, and more threads fight for two
 # cores. The trainer sets its own count (trainer.num_threads), on which its bits depend.
@@ -36,10 +37,14 @@ TAIL_BYTES: Final = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One process to start: `headwater ARGUMENTS...`, known as `name` in logs and in `status`."""
+    """One process to start: `headwater ARGUMENTS...`, known as `name` in logs and in `status`.
+    `gpus`: what CUDA_VISIBLE_DEVICES names to it; None leaves that as it is. `outlives`: it knows
+    itself when to end."""
 
     name: str
     arguments: Sequence[str]
+    gpus: str | None = None
+    outlives: bool = False
 
 
 class Process(Protocol):
@@ -87,7 +92,7 @@ class ChildProcess:
 class LocalLauncher:
     """Children of this process, each in a session of its own (Ctrl-C reaches only the supervisor),
     its output appended to RUN/logs/NAME.log. They die with this process, even when it is killed
-    with -9."""
+    with -9, unless they outlive it."""
 
     def __init__(self, run_dir: RunDir, environment: Mapping[str, str] | None = None) -> None:
         self._run_dir = run_dir
@@ -96,14 +101,16 @@ class LocalLauncher:
     def start(self, member: Member) -> Process:
         log = self._run_dir.log_file(member.name)
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = headwater_command(*member.arguments, "--supervisor", os.getpid())
+        gpus = {} if member.gpus is None else {VARIABLE: member.gpus}
+        lifeline = () if member.outlives else ("--supervisor", os.getpid())
+        command = headwater_command(*member.arguments, *lifeline)
         with log.open("ab") as file:
             popen = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=self._environment,
+                env=self._environment | gpus,
                 start_new_session=True,
             )
         return ChildProcess(popen)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import sys
 import threading
 import time
-from typing import Final
 
-_PR_SET_PDEATHSIG: Final = 1
+from connectors.lifeline import get_signal_at_parents_death
 
 
 def die_with(supervisor: int) -> None:
     """From now on this process is killed (-9: every role survives that) as soon as process
     `supervisor`, its parent, is gone; at once if it already is."""
-    if sys.platform == "linux":
-        # The kernel sends it, even while this process is inside a long C call.
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # By the kernel, if possible: even while this process is inside a long C call.
+    if get_signal_at_parents_death(signal.SIGKILL):
         if os.getppid() != supervisor:  # it died before the call above
             os.kill(os.getpid(), signal.SIGKILL)
     else:

@@ -22,8 +22,8 @@ from connectors.config import Config
 from connectors.kafka.locate import cluster, topics
 from connectors.kafka.topics import ensure_topics
 from connectors.run_dir import RunDir
-from deploy import curve, errors, health, run_folder
-from deploy.disk import DiskWatch
+from deploy import curve, errors, gpus, health, run_folder, vllm_checks
+from deploy.disk import DiskWatch, room_or_later
 from deploy.errors import EnvironmentFailure
 from deploy.health import roles_of
 from deploy.launcher import Member, last_line, launcher
@@ -47,16 +47,23 @@ def run(
     """Runs until the steps are done or Ctrl-C; the exit code. ConfigError, EnvironmentFailure and
     RunFailed when it cannot go on."""
     configured_policy(config)  # says what is wrong with it before anything starts
+    if (reason := vllm_checks.missing(config)) is not None:
+        raise EnvironmentFailure(reason)
+    target = config.trainer.num_steps
+    if stop_after_steps is not None:
+        target = min(target, stop_after_steps)
+    gangs = plan(config, run_dir, target)
     starter = launcher(config, run_dir)
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     with stdout_for_answer(as_json), run_folder.locked(run_dir):
-        prepared = run_folder.prepare(config, run_dir)
-        target = prepared.config.trainer.num_steps
-        if stop_after_steps is not None:
-            target = min(target, stop_after_steps)
-        gangs = plan(prepared.config, run_dir, target)
-        supervisor = Supervisor(gangs, starter, lambda name: last_line(run_dir.log_file(name)))
-        _introduce(console, prepared, run_dir, target)
+        prepared = run_folder.prepare(config, run_dir, console.print)
+        supervisor = Supervisor(
+            gangs,
+            starter,
+            lambda name: last_line(run_dir.log_file(name)),
+            lambda name, pid: any((r.name, r.pid) == (name, pid) for r in run_dir.roles()),
+        )
+        introduce(console, prepared, run_dir, target, stop_after_steps)
         with RunView(console, target) as view:
             job = Job(prepared.config, run_dir, supervisor, [g.name for g in gangs], view, target)
             status = job.run()
@@ -69,17 +76,18 @@ def run(
 
 
 def plan(config: Config, run_dir: RunDir, target: int) -> list[Gang]:
-    """What to start, in the order it starts; each gang is one role."""
+    """What to start, in the order it starts; each gang is one role. EnvironmentFailure when the
+    machine has too few GPUs for them."""
+    placed = gpus.placed(config)
 
     def member(role: str, *more: str, name: str | None = None) -> Member:
         arguments = [role, str(run_dir.config_file), "--run-dir", str(run_dir.path), *more]
-        return Member(name=name or role, arguments=arguments)
+        return Member(name=name or role, arguments=arguments, gpus=placed.get(name or role))
 
     gangs = []
     if config.kafka.bootstrap_servers is None:
         gangs.append(Gang(name="broker", members=[member("broker")]))
-    for i in range(config.engine.count if not config.engine.urls else 0):
-        name = f"engine-{i}"
+    for name in (name for name in placed if name.startswith("engine")):
         gangs.append(Gang(name=name, members=[member("engine", "--name", name, name=name)]))
     gangs.append(Gang(name="dataflow", members=[member("dataflow")], stop_s=20.0))
     if any(task.prompts for task in config.tasks.values()):
@@ -165,7 +173,9 @@ class Job:
         deadline = None if limit_s is None else time.monotonic() + limit_s
         while not self._interrupts:
             now = time.monotonic()
-            self._supervisor.tick(now)
+            if (disk := self._disk.look(now)) is not None:
+                self._view.say(disk)
+            self._supervisor.tick(now, patient=self._disk.is_full)
             self._note_roles()
             self._show(now)
             if is_true():
@@ -192,6 +202,8 @@ class Job:
     def _stop(self) -> dict[str, Any]:
         """Ends the roles in order, consumers before what they consume from; the status is read
         while the broker is the last one alive."""
+        if self._interrupts:
+            self._view.say("stopping in order: the trainer ends its step and saves a checkpoint")
         for kinds in _STOP_ORDER:
             self._end([name for name in self._names if name.startswith(kinds)])
         status = self.watch.last_reading() if self._interrupts < 2 else None
@@ -218,28 +230,37 @@ class Job:
     def _note_roles(self) -> None:
         roles = self._supervisor.roles()
         if roles != self._written:
-            health.write(self._run_dir, roles)
-            self._written = roles
+            with room_or_later():
+                health.write(self._run_dir, roles)
+                self._written = roles
 
     def _show(self, now: float) -> None:
         for line in self._supervisor.news():
             self._view.say(line)
         if now - self._shown_at >= SHOW_S:
-            if (disk := self._disk.look(now)) is not None:
-                self._view.say(disk)
             self.watch.check()
             roles = [msgspec.structs.asdict(role) for role in self._supervisor.roles()]
             self._view.show(self.watch.latest, roles, now)
             self._shown_at = now
 
 
-def _introduce(
-    console: Console, prepared: run_folder.Prepared, run_dir: RunDir, target: int
+def introduce(
+    console: Console,
+    prepared: run_folder.Prepared,
+    run_dir: RunDir,
+    target: int,
+    stop_after_steps: int | None,
 ) -> None:
+    """Says what begins, and what of the call or of an earlier one differs from it."""
     verb = "resuming" if prepared.resumed else "starting"
     console.print(
         f"{verb} {prepared.config.run.name} in {_short(run_dir.path)}, until step {target}"
     )
+    if stop_after_steps is not None and stop_after_steps > target:
+        console.print(
+            f"  trainer.num_steps = {target} ends it before --stop-after-steps {stop_after_steps} "
+            f"(--set trainer.num_steps={stop_after_steps} would go on)"
+        )
     for change in prepared.changes:
         console.print(f"  changed: {change}")
 

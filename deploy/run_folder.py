@@ -2,7 +2,8 @@
 
     RUN/run.lock       held while a supervisor lives: one `run` a folder
     RUN/config.toml    the configuration every role reads: overrides applied, absolute paths, the
-                       broker's port fixed, a model that is built replaced by its folder
+                       broker's port fixed, a model that is built replaced by its folder; its
+                       owner's alone if kafka.security.sasl_password is in it
     RUN/source.json    the folder the user's own modules are found in, and what built the model
     RUN/model/         the built model, if model.path names a function
 
@@ -13,15 +14,18 @@ taken over, except for keys on which the log already depends.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import tomli_w
 
 from connectors import plugins
+from connectors.arrow import checksum
 from connectors.config import Config, ConfigError, load, parse
 from connectors.files import FileLock, Locked, replace_file
 from connectors.prompt_lines import GENERATOR_PREFIX
@@ -31,6 +35,8 @@ from deploy.model import build
 from operators import agents, rewards
 from trainer.staleness import configured_policy
 
+LOCK: Final = "run.lock"
+_MODEL_SUFFIXES: Final = (".json", ".jinja", ".txt", ".model")
 _FIXED: Final = (
     "run.namespace",
     "kafka.partitions",
@@ -45,10 +51,12 @@ keys of `[staleness]`, by which granted groups were bounded, but for the time ca
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """`folder`: where the user's file lay. `model`: the `module:function` that built RUN/model."""
+    """`folder`: where the user's file lay. `model`: the `module:function` that built RUN/model.
+    `model_files`: checksums of what says how the weights are used."""
 
     folder: str
     model: str | None = None
+    model_files: dict[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +90,7 @@ def locked(run_dir: RunDir) -> Iterator[None]:
     except OSError as error:
         raise EnvironmentFailure(f"{run_dir.path} cannot be made: {error.strerror}") from error
     try:
-        lock = FileLock(run_dir.path / "run.lock")
+        lock = FileLock(run_dir.path / LOCK)
     except Locked as error:
         raise EnvironmentFailure(
             f"{run_dir.path} is locked: `headwater run` is at work in it (pid {error.pid})"
@@ -91,10 +99,12 @@ def locked(run_dir: RunDir) -> Iterator[None]:
         yield
 
 
-def prepare(config: Config, run_dir: RunDir) -> Prepared:
-    """Writes the files above, with the lock held. ConfigError when the log depends on a changed
-    key or a file the configuration names is missing; EnvironmentFailure for a taken port or a
-    missing model."""
+def prepare(
+    config: Config, run_dir: RunDir, say: Callable[[str], object] = lambda line: None
+) -> Prepared:
+    """Writes the files above, with the lock held; `say` hears what may take a while. ConfigError
+    when the log depends on a changed key or a file the configuration names is missing;
+    EnvironmentFailure for a taken port or a missing model."""
     check_files(config)
     configured_policy(config)
     resumed = run_dir.config_file.is_file()
@@ -108,10 +118,31 @@ def prepare(config: Config, run_dir: RunDir) -> Prepared:
         check_port(table["broker"]["port"])
     prepared = parse(table, base_dir=config.base_dir, where=str(run_dir.config_file))
     if source.model is not None and not (resumed and (run_dir.path / "model").is_dir()):
+        say(f"building the model ({run_dir.log_file('model')} says how far it is)")
         build(source.model, source.folder, run_dir)
+    source = msgspec.structs.replace(source, model_files=_model_files(run_dir, table))
     replace_file(run_dir.path / "source.json", msgspec.json.encode(source))
-    replace_file(run_dir.config_file, tomli_w.dumps(table).encode())
+    write_config(run_dir, tomli_w.dumps(table).encode())
     return Prepared(config=prepared, resumed=resumed, changes=changes)
+
+
+def retake(config: Config, run_dir: RunDir) -> tuple[str, ...]:
+    """Takes a changed configuration over into a run's folder, as resuming it would, while the run
+    may be at work: its roles see it when they start. 'key: old -> new' for what differs.
+    ConfigError and EnvironmentFailure as `prepare`."""
+    check_files(config)
+    configured_policy(config)
+    table = _table(config, run_dir, load(run_dir.config_file))
+    changes = _changes(run_dir, table, _source(config, run_dir))
+    parse(table, base_dir=config.base_dir, where=str(run_dir.config_file))
+    write_config(run_dir, tomli_w.dumps(table).encode())
+    return changes
+
+
+def write_config(run_dir: RunDir, content: bytes) -> None:
+    """RUN/config.toml, for its owner alone if a password is in it."""
+    secret = "sasl_password" in tomllib.loads(content.decode())["kafka"]["security"]
+    replace_file(run_dir.config_file, content, mode=0o600 if secret else 0o666)
 
 
 def check_port(port: int) -> None:
@@ -142,8 +173,14 @@ def _table(config: Config, run_dir: RunDir, before: Config | None) -> dict[str, 
     )
     if not config.broker.port:
         table["broker"]["port"] = (before and before.broker.port) or _free_port()
-    if config.broker.data_dir is not None:
-        table["broker"]["data_dir"] = _absolute(config, config.broker.data_dir)
+    for section, keys in (
+        (table["broker"], ("data_dir", "tls_cert", "tls_key", "users")),
+        (
+            table["kafka"]["security"],
+            ("ssl_cafile", "ssl_certfile", "ssl_keyfile", "sasl_password_file"),
+        ),
+    ):
+        section.update({key: _absolute(config, section[key]) for key in keys if key in section})
     if config.checkpoint.url is not None and "://" not in config.checkpoint.url:
         table["checkpoint"]["url"] = _absolute(config, config.checkpoint.url)
     for task in table["tasks"].values():
@@ -217,9 +254,12 @@ def _changes(run_dir: RunDir, table: Mapping[str, Any], source: Source) -> tuple
         if key in _FIXED or (key.startswith("staleness.") and key != "staleness.time_cap_s"):
             raise ConfigError(
                 f"{key}: cannot change from {old!r} to {new!r}: the log in {run_dir.path} "
-                "depends on it (choose another --run-dir)"
+                "depends on it (start another run with it, in a folder of its own)"
             )
-    return tuple(f"{key}: {old!r} -> {new!r}" for key, old, new in differ)
+    return tuple(
+        f"{key}: changed" if key.endswith("sasl_password") else f"{key}: {old!r} -> {new!r}"
+        for key, old, new in differ
+    )
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -237,6 +277,23 @@ def _source(config: Config, run_dir: RunDir) -> Source:
     if known is not None and config.model.path == str(run_dir.path / "model"):
         return Source(folder=config.base_dir, model=known.model)
     return Source(folder=config.base_dir, model=_builder(config))
+
+
+def _model_files(run_dir: RunDir, table: Mapping[str, Any]) -> dict[str, str]:
+    """Of the model's folder, all but its weights, whose digests are in the log. ConfigError when
+    one is not what the run began with."""
+    folder = Path(table["model"]["path"])
+    files = sorted(file for file in folder.iterdir() if file.suffix in _MODEL_SUFFIXES)
+    now = {file.name: f"{checksum(file.read_bytes()):08x}" for file in files}
+    known = _read_source(run_dir)
+    before = known.model_files if known is not None else {}
+    for name in sorted(before.keys() | now.keys()) if before else ():
+        if before.get(name) != now.get(name):
+            raise ConfigError(
+                f"model.path: {folder / name} is not what it was when the run began: the log in "
+                f"{run_dir.path} depends on it (put it back, or start another run)"
+            )
+    return now
 
 
 def _read_source(run_dir: RunDir) -> Source | None:

@@ -6,7 +6,6 @@ answers the `status` object; `deploy.fold` is what it remembers of them.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -14,17 +13,14 @@ import msgspec
 
 from connectors.config import Config
 from connectors.kafka.client import Cluster
+from connectors.kafka.parsed import parsed
 from connectors.kafka.tail import PolicyTail
-from connectors.records import (
-    Evaluation,
-    StepRecord,
-    Version,
-    decode_as,
-)
+from connectors.records import Evaluation, StepRecord
 from connectors.run_dir import RunDir
+from deploy.base import StepRecords, Unprovable, base_of
 from deploy.fold import RECENT_STEPS, Fold, mean
 from deploy.health import roles_of
-from deploy.history import Follower
+from deploy.history import Follower, Prompts
 from trainer.staleness import configured_policy
 
 SECONDS: Final = ("wait", "logprobs", "update", "publish")
@@ -35,13 +31,24 @@ class RunStatus:
 
     def __init__(self, config: Config, run_dir: RunDir, cluster: Cluster) -> None:
         self._config, self._run_dir = config, run_dir
-        self.fold = Fold()
-        partitions = config.kafka.partitions
-        self._tail = PolicyTail(cluster)
+        partitions = range(config.kafka.partitions)
+        self.incomplete: str | None = None
+        steps = StepRecords.now(cluster)
+        try:
+            base = base_of(config, run_dir, cluster, steps)
+        except Unprovable as error:
+            base, self.incomplete = None, str(error)
+        feed = base.feed if base is not None else None
+        self.fold = Fold(Prompts(cluster.topic("prompts"), feed), base)
+        self._tail = PolicyTail(
+            cluster, offset=feed.policy_offset if feed else 0, epoch=feed.epoch if feed else -1
+        )
         self._topics = {
-            name: Follower(cluster, name, 1 if name == "steps" else partitions)
+            name: Follower(cluster, name, [0] if name == "steps" else partitions)
             for name in ("prompts", "rollouts", "trajectories", "steps", "evaluations")
         }
+        for partition, offset in (feed.terminals_from() if feed else {}).items():
+            self._topics["trajectories"].seek(partition, offset)
         self._policy = configured_policy(config)
 
     def read(self) -> dict[str, Any]:
@@ -51,24 +58,28 @@ class RunStatus:
 
     def catch_up(self) -> None:
         """Folds what was written up to the call."""
-        # From the end of the stream to its start: what ended is granted by the time that is read.
-        for record in self._topics["evaluations"].news():
-            with contextlib.suppress(msgspec.DecodeError):  # a foreign record
-                self.fold.evaluate(decode_as(record.value, Evaluation))
-        for record in self._topics["steps"].news():
-            self.fold.step(record.offset, decode_as(record.value, StepRecord))
+        self._hear()
+        for _, evaluation in parsed(self._topics["evaluations"].news(), Evaluation):
+            self.fold.evaluate(evaluation)
+        foreign: dict[int, str] = {}
+        for offset, step in parsed(self._topics["steps"].news(), StepRecord, foreign):
+            self.fold.step(offset, step)
+        if foreign:
+            self.incomplete = "; ".join(foreign.values())
         for record in self._topics["trajectories"].news():
             self.fold.end(record)
-        for _, announcement in self._tail.catch_up():
-            self.fold.announce(announcement)
+        self._hear()  # again: what has ended by now is granted by what is there now
         for name in ("prompts", "rollouts"):
             self._topics[name].skip()
 
+    def _hear(self) -> None:
+        for _, announcement in self._tail.catch_up():
+            self.fold.announce(announcement)
+
     def answer(self) -> dict[str, Any]:
         """The `status` object as of the last `catch_up`."""
-        fold, manifests = self.fold, self.fold.chain.manifests
-        rewards, held_out = fold.rewards(), fold.held_out()
-        latest = fold.evaluations[-1].version if fold.evaluations else None
+        fold = self.fold
+        rewards, held_out = fold.rewards(RECENT_STEPS), fold.held_out()
         return {
             "run": self._config.run.name,
             "step": fold.chain.step,
@@ -81,29 +92,28 @@ class RunStatus:
             "groups": fold.groups(),
             "closed_by_reason": dict(fold.closed_by_reason),
             "staleness": fold.staleness(),
-            "tokens": {
-                name: int(fold.total(f"tokens/{name}"))
-                for name in ("generated", "trained", "masked", "dropped")
-            },
+            "tokens": fold.tokens(),
             "seconds": {name: round(fold.total(f"seconds/{name}"), 3) for name in SECONDS},
             "eval": {
                 "first": held_out[0][1] if held_out else None,
                 "last": held_out[-1][1] if held_out else None,
-                "num_prompts": sum(e.num_prompts for e in _newest(fold.evaluations, latest)),
+                "num_prompts": sum(e.num_prompts for e in _newest(fold.line_evaluations())),
             },
             "lag": self._lag(),
             "roles": roles_of(self._config, self._run_dir),
             "reward": {
                 "last": rewards[-1][1] if rewards else None,
-                "mean": mean([reward for _, reward in rewards[-RECENT_STEPS:]]),
+                "mean": mean([reward for _, reward in rewards]),
             },
             "tokens_per_s": fold.tokens_per_s(),
-            "publish_s": mean(
-                [s for m in manifests[-RECENT_STEPS:] if (s := m.metrics.get("seconds/publish"))]
-            ),
+            "publish_s": fold.publish_s(),
             "wait_share": fold.wait_share(),
             "epoch": fold.chain.epoch,
-            "skipped": sum(m.skipped is not None for m in manifests),
+            "skipped": int(fold.total("skipped")),
+            "lineage": fold.lineage(),
+            "given_up": fold.given_up,
+            "from_step": 1 if fold.base is None else fold.base.step + 1,
+            "incomplete": self.incomplete,
         }
 
     def close(self) -> None:
@@ -115,18 +125,16 @@ class RunStatus:
         """Records between two stages: prompts not granted, groups generating, being scored, waiting
         for the trainer."""
         written = {name: sum(topic.ends.values()) for name, topic in self._topics.items()}
-        groups = self.fold.groups()
-        granted = groups["granted"]
+        granted = self.fold.prompts.num_granted
         return {
             "prompts": max(0, written["prompts"] - granted),
             "rollouts": max(0, granted - written["rollouts"]),
             "trajectories": max(0, written["rollouts"] - written["trajectories"]),
-            "trainer": max(
-                0, self.fold.num_settled - sum(groups[n] for n in ("trained", "closed", "dropped"))
-            ),
+            "trainer": self.fold.num_ready(),
         }
 
 
-def _newest(evaluations: Sequence[Evaluation], version: Version | None) -> list[Evaluation]:
-    """The newest evaluation of each task at `version`."""
-    return list({e.task: e for e in evaluations if e.version == version}.values())
+def _newest(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """The newest evaluation of each task at the version that was evaluated last."""
+    last = evaluations[-1].version if evaluations else None
+    return list({e.task: e for e in evaluations if e.version == last}.values())

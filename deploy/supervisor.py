@@ -8,9 +8,10 @@ own.
        └──(a member exited: the rest is killed, back-off 0.5 s doubling to 30 s)
 
 `tick(now)` never blocks and is called a few times a second by the run's loop. Sixty healthy
-seconds forget the back-off. A gang that exits with 2, 3 or 4 (see deploy.errors) three times
-in a row without having been healthy will not get better by itself: `RunFailed` with its log's last
-line and its code.
+seconds, counted from when the gang was up (an engine may load its model for minutes), forget the
+back-off. A gang that exits with 2 (a wrong configuration), or three times in a row with 3 or 4 (see
+deploy.errors) without having been healthy, will not get better by itself: `RunFailed` with its
+log's last line and its code.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class _Running:
     gang: Gang
     state: State = "waiting"
     processes: list[Process] = field(default_factory=list)
-    started_at: float = 0.0
+    up_at: float | None = None
     start_at: float = 0.0
     back_off_s: float = FIRST_BACK_OFF_S
     restarts: int = 0
@@ -66,21 +67,27 @@ class _Running:
 
 
 class Supervisor:
-    """`gangs` in the order they start; `last_line(name)` is the last line of a member's log."""
+    """`gangs` in the order they start; `last_line(name)` is the last line of a member's log,
+    `is_up(name, pid)` whether a member got as far as doing its work."""
 
     def __init__(
         self,
         gangs: Sequence[Gang],
         launcher: Launcher,
         last_line: Callable[[str], str] = lambda name: "",
+        is_up: Callable[[str, int], bool] = lambda name, pid: True,
     ) -> None:
         self._all = {gang.name: _Running(gang) for gang in gangs}
         self._launcher = launcher
         self._last_line = last_line
+        self._is_up = is_up
         self._news: list[str] = []
+        self._patient = False
 
-    def tick(self, now: float) -> None:
-        """Notices exits, starts what is due. RunFailed when a gang refuses to start for good."""
+    def tick(self, now: float, *, patient: bool = False) -> None:
+        """Notices exits, starts what is due. RunFailed when a gang refuses to start for good; with
+        `patient`, only a wrong configuration is such a refusal."""
+        self._patient = patient
         for name, running in self._all.items():
             if running.state == "running":
                 self._look_at(running, now)
@@ -146,10 +153,17 @@ class Supervisor:
 
     def _start(self, running: _Running, now: float) -> None:
         running.processes = [self._launcher.start(member) for member in running.gang.members]
-        running.state, running.started_at = "running", now
+        running.state, running.up_at = "running", None
+        self._note_up(running, now)
+
+    def _note_up(self, running: _Running, now: float) -> None:
+        members = zip(running.gang.members, running.processes, strict=True)
+        if running.up_at is None and all(self._is_up(m.name, p.pid) for m, p in members):
+            running.up_at = now
 
     def _look_at(self, running: _Running, now: float) -> None:
-        if now - running.started_at >= HEALTHY_S:
+        self._note_up(running, now)
+        if running.up_at is not None and now - running.up_at >= HEALTHY_S:
             running.back_off_s, running.refusals = FIRST_BACK_OFF_S, 0
         codes = [process.poll() for process in running.processes]
         if all(code == 0 for code in codes) and running.gang.may_finish:
@@ -169,9 +183,11 @@ class Supervisor:
             process.kill()
         name, code = first
         self._news.append(f"{name} {self._ending(name, code)}; again in {running.back_off_s:g} s")
-        refused = code in (CONFIGURATION, ENVIRONMENT, NOT_VERIFIED)
+        refused = code == CONFIGURATION or (
+            code in (ENVIRONMENT, NOT_VERIFIED) and not self._patient
+        )
         running.refusals = running.refusals + 1 if refused else 0
-        if running.refusals >= MAX_REFUSALS:
+        if code == CONFIGURATION or running.refusals >= MAX_REFUSALS:
             raise RunFailed(f"{name} does not start: {self._last_line(name)}", code)
         running.state = "waiting"  # until the killed ones are gone and the back-off is over
         running.restarts += 1

@@ -2,128 +2,225 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from connectors.arrow import CorruptRecord
 from connectors.config import Config, ConfigError
-from connectors.kafka.client import Cluster, OffsetGone, Reader
+from connectors.kafka.client import Cluster, OffsetGone, Reader, Record
+from connectors.kafka.tail import PolicyTail
 from connectors.kafka.terminals import UnknownRecord, terminal
-from connectors.records import (
-    Closed,
-    Origin,
-    Trajectory,
-    parse_group_id,
-)
+from connectors.records import Begin, Closed, Origin, Trajectory, parse_group_id
 from connectors.run_dir import RunDir
-from deploy.history import Follower
-from trainer.checkpoint import CheckpointStore
-from trainer.step_log import Chain, read_steps
+from connectors.text import Text
+from deploy.base import StepRecords, Survey, counted, surveyed
+from deploy.history import CLOCK_SKEW_S, Follower
+from trainer.checkpoint import run_store
+from trainer.checkpoint_meta import kept_on_chain
+
+SHOWN_CHARS: Final = 200
+"""Of a prompt and of an answer; --json has all of them."""
 
 
 def trace_run(config: Config, run_dir: RunDir, log: Cluster, wanted: str) -> dict[str, Any]:
-    """What the log knows of `wanted`, a trajectory's or a group's id. ConfigError when it is no
-    id, or its prompt is not in the log."""
-    group_id, index = _ids(wanted, log.topic("prompts"))
-    origin = parse_group_id(group_id)
+    """What the log knows of `wanted`: the id of a trajectory, of a group, or a prompt's own.
+    ConfigError when it is none, or its prompt is not in the log. `trimmed` lists what retention or
+    trimming removed of the way; what of it is `unknown` for that is None."""
+    group_ids = _group_ids(log, config.kafka.partitions, wanted)
+    origin = parse_group_id(group_ids[0])
+    trimmed: list[str] = []
     found: dict[str, Any] = {
         "id": wanted,
-        "group_id": group_id,
-        "origin": {**msgspec.structs.asdict(origin), "prompt": _prompt(log, origin)},
+        "group_id": group_ids[0],
+        "same_prompt": group_ids[1:],
+        "origin": {**msgspec.structs.asdict(origin), "prompt": _prompt(log, origin, trimmed)},
+        "granted": _grant(log, origin),
+        "rollout": None,
         "terminal": None,
         "closed": None,
         "segments": [],
         "trajectories": [],
-        "trained_step": _trained_step(log, group_id),
+        "trained_step": None,
+        "given_up_steps": [],
+        "dropped_step": None,
+        "excluded_by": [],
         "checkpoints": [],
+        "trimmed": trimmed,
+        "unknown": [],
     }
-    _add_terminal(found, config, log, origin, index)
+    survey = _add_steps(found, log)
+    rollout = _first(found, log, "rollouts", origin, "rollout")
+    found["rollout"] = _place(rollout)
+    ended = _first(found, log, "trajectories", origin, "terminal")
+    if ended is not None:
+        _add_terminal(found, ended, config)
     if found["trained_step"] is not None:
-        store = CheckpointStore(config.checkpoint.url or run_dir.checkpoints)
-        found["checkpoints"] = [step for step in store.steps() if step >= found["trained_step"]]
+        kept = kept_on_chain(run_store(config, run_dir), survey.chain)
+        found["checkpoints"] = [k.step for k in kept if k.step >= found["trained_step"]]
     return found
 
 
-def _ids(wanted: str, prompts_topic: str) -> tuple[str, int | None]:
-    """Group id, and the trajectory's number within it when one was given."""
-    for group_id, index in ((wanted, None), tuple(wanted.rpartition("/")[::2])):
+def _group_ids(log: Cluster, num_partitions: int, wanted: str) -> list[str]:
+    """The group `wanted` names, or those of the prompt whose own id it is, in log order."""
+    topic = log.topic("prompts")
+    parts = wanted.split("/")
+    for length in (3, 4, 5):  # a group's id, a trajectory's, a branch's
+        candidate = "/".join(parts[: len(parts) - length + 3])
         try:
-            if parse_group_id(str(group_id)).topic == prompts_topic:
-                return str(group_id), None if index is None else int(index)
+            if len(parts) >= length and parse_group_id(candidate).topic == topic:
+                return [candidate]
         except ValueError:
             continue
-    raise ConfigError(
-        f"{wanted}: is no id of this run; a group's is {prompts_topic}/PARTITION/OFFSET, a "
-        "trajectory's has one more /NUMBER"
-    )
+    with closing(Follower(log, "prompts", range(num_partitions))) as prompts:
+        found = [_place(r) or "" for r in prompts.news() if wanted == _own_id(r)]
+    if not found:
+        raise ConfigError(
+            f"{wanted}: is no id of this run; a group's is {topic}/PARTITION/OFFSET, a "
+            "trajectory's has one more /NUMBER, and no prompt has it for its own"
+        )
+    return found
 
 
-def _prompt(log: Cluster, origin: Origin) -> Any:
-    """The prompt as JSON, its text when it is none, None where the broker skips the offset."""
-    reader = Reader(log, origin.topic, {origin.partition: 0})
+def _own_id(record: Record) -> str | None:
+    """The prompt's own id."""
+    if record.key:
+        return record.key.decode(errors="replace")
     try:
+        prompt = msgspec.json.decode(record.value)
+    except msgspec.DecodeError:
+        return None
+    own = prompt.get("id") if isinstance(prompt, dict) else None
+    return own if isinstance(own, str) else None
+
+
+def _prompt(log: Cluster, origin: Origin, trimmed: list[str]) -> Any:
+    """The prompt as JSON, its text when it is none, None where there is no record (any more)."""
+    with closing(Reader(log, origin.topic, {origin.partition: 0})) as reader:
         if not 0 <= origin.offset < reader.ends()[origin.partition]:
             raise ConfigError(f"{origin}: there is no such prompt in the log")
-        value = reader.read_at(origin.partition, origin.offset).value
-    except OffsetGone:
-        return None
-    finally:
-        reader.close()
+        try:
+            value = reader.read_at(origin.partition, origin.offset).value
+        except OffsetGone:
+            if origin.offset < reader.starts()[origin.partition]:
+                trimmed.append(f"the prompt {origin}")
+            return None
     try:
         return msgspec.json.decode(value)
     except msgspec.DecodeError:
         return value.decode(errors="replace")
 
 
-def _trained_step(log: Cluster, group_id: str) -> int | None:
-    chain = Chain()
-    for offset, record in read_steps(log):
-        chain.observe(offset, record)
-    return next(
-        (m.step for m in chain.manifests for r in m.records if r.group_id == group_id), None
-    )
+def _grant(log: Cluster, origin: Origin) -> dict[str, Any] | None:
+    """The version that was published when the prompt was granted, and when; None while it is
+    not."""
+    with closing(PolicyTail(log)) as tail:
+        for _, said in tail.catch_up():
+            if (
+                len(said.limits) > origin.partition
+                and said.limits[origin.partition] > origin.offset
+            ):
+                version = msgspec.structs.asdict(said.version)
+                return {"version": version, "announced_at": said.announced_at}
+    return None
 
 
-def _add_terminal(
-    found: dict[str, Any], config: Config, log: Cluster, origin: Origin, index: int | None
-) -> None:
-    """The group's first terminal; a group keeps its prompt's partition, but is looked for in
-    all."""
-    trajectories = Follower(log, "trajectories", config.kafka.partitions)
-    try:
-        for record in trajectories.news():
-            if record.key == found["group_id"].encode():
-                break
-        else:
-            return
-    finally:
-        trajectories.close()
-    found["terminal"] = str(Origin(record.topic, record.partition, record.offset))
+def _add_steps(found: dict[str, Any], log: Cluster) -> Survey:
+    """What the steps say of the group: trained on the chain, by steps given up since, dropped,
+    excluded."""
+    steps, group_id = StepRecords.now(log), found["group_id"]
+    survey = surveyed(steps)
+    for record in counted(steps, survey):
+        if isinstance(record, Begin):
+            if group_id in record.excluded:
+                found["excluded_by"].append(record.incarnation)
+            continue
+        given_up = survey.given_up_by(record)
+        if any(r.group_id == group_id for r in record.records):
+            if given_up is None:
+                found["trained_step"] = record.step
+            else:
+                version = msgspec.structs.asdict(record.version)
+                found["given_up_steps"].append({"step": record.step, "version": version})
+        if given_up is None and group_id in record.dropped:
+            found["dropped_step"] = record.step
+    if survey.first is not None and survey.first.step > 1 and found["trained_step"] is None:
+        found["unknown"].append("trained_step")
+        found["trimmed"].append(
+            f"steps before {survey.first.step}, one of which may have trained it"
+        )
+    return survey
+
+
+def _first(
+    found: dict[str, Any], log: Cluster, topic: str, origin: Origin, name: str
+) -> Record | None:
+    """The group's first record in a topic, which `found` names `name`, looked for from the time of
+    its grant on; a group keeps its prompt's partition."""
+    key = found["group_id"].encode()
+    with closing(Follower(log, topic, [origin.partition])) as follower:
+        if found["granted"] is not None:
+            follower.seek_time(found["granted"]["announced_at"] - CLOCK_SKEW_S)
+        for record in follower.news():
+            if record.key == key:
+                return record
+        if start := follower.starts[origin.partition]:
+            found["unknown"].append(name)
+            found["trimmed"].append(f"{log.topic(topic)}/{origin.partition} before {start}")
+    return None
+
+
+def _place(record: Record | None) -> str | None:
+    return str(Origin(record.topic, record.partition, record.offset)) if record else None
+
+
+def _add_terminal(found: dict[str, Any], record: Record, config: Config) -> None:
+    found["terminal"] = _place(record)
     try:
         ended = terminal(record)
     except (CorruptRecord, UnknownRecord) as error:
         found["closed"] = {"reason": "corrupt", "message": str(error)}
         return
     if isinstance(ended, Closed):
+        found["unknown"] = [name for name in found["unknown"] if name != "trained_step"]
         found["closed"] = {"reason": ended.reason, "message": ended.message}
         return
-    rows = ended.trajectories
-    if index is not None:
-        if not 0 <= index < len(rows):
-            raise ConfigError(f"{found['id']}: the group has {len(rows)} trajectories")
-        rows = rows[index : index + 1]
-    found["trajectories"] = [_described(row) for row in rows]
+    rows = list(ended.trajectories)
+    if found["id"].startswith(found["group_id"] + "/"):
+        rows = [row for row in rows if row.trajectory_id == found["id"]]
+        if not rows:
+            ids = ", ".join(row.trajectory_id for row in ended.trajectories)
+            raise ConfigError(
+                f"{found['id']}: the group has {len(ended.trajectories)} trajectories: {ids}"
+            )
+    text = _text(config)
+    found["trajectories"] = [_described(row, text) for row in rows]
     found["segments"] = [s for row in found["trajectories"] for s in row["segments"]]
 
 
-def _described(row: Trajectory) -> dict[str, Any]:
+def _text(config: Config) -> Text | None:
+    """The run's tokenizer, None where the model's folder is gone."""
+    try:
+        return Text(config.resolve(config.model.path))
+    except ConfigError:
+        return None
+
+
+def _described(row: Trajectory, text: Text | None) -> dict[str, Any]:
+    """`written`: each stretch of trained tokens as text; their ids without a tokenizer."""
+    at = np.flatnonzero(np.diff(row.loss_mask)) + 1
+    parts = zip(np.split(row.tokens, at), np.split(row.loss_mask, at), strict=True)
+    stretches = [tokens.tolist() for tokens, mask in parts if mask.any()]
     return {
         "trajectory_id": row.trajectory_id,
         "num_tokens": len(row.tokens),
         "num_trained_tokens": int(row.loss_mask.sum()),
+        "written": [s if text is None else text.decode(s, special=True) for s in stretches],
         "reward": row.reward if row.reward == row.reward else None,
+        "reward_parts": dict(row.reward_parts),
         "finish_reason": row.finish_reason,
         "segments": [
             {"trajectory_id": row.trajectory_id, **msgspec.structs.asdict(s)} for s in row.segments
@@ -133,31 +230,46 @@ def _described(row: Trajectory) -> dict[str, Any]:
 
 def trace_lines(found: Mapping[str, Any]) -> list[str]:
     """The trace for reading."""
-    origin = found["origin"]
+    origin, granted = found["origin"], found["granted"]
     lines = [
         f"{found['id']}",
         f"  prompt      {origin['topic']}/{origin['partition']}/{origin['offset']}: "
-        f"{msgspec.json.encode(origin['prompt']).decode()[:200]}",
+        f"{msgspec.json.encode(origin['prompt']).decode()[:SHOWN_CHARS]}",
+        f"  granted     {'at version ' + _version(granted['version']) if granted else 'not yet'}",
+        f"  rollout     {found['rollout'] or _none(found, 'rollout', 'none')}",
     ]
     for row in found["trajectories"]:
+        by = ", ".join(f"{_version(s)} ({s['end'] - s['start']} tokens)" for s in row["segments"])
+        parts = "".join(f", {name} {value:.4g}" for name, value in row["reward_parts"].items())
         lines.append(
-            f"  generated   {row['trajectory_id']}: {row['num_trained_tokens']} tokens by "
-            f"{_versions(row['segments'])}, reward {row['reward']}, {row['finish_reason']}"
+            f"  generated   {row['trajectory_id']}: {row['num_trained_tokens']} trained tokens, by "
+            f"{by}, reward {row['reward']}{parts}, {row['finish_reason']}"
         )
-    lines.append(f"  terminal    {found['terminal'] or 'none yet'}")
+        lines += [
+            f"  wrote       {msgspec.json.encode(written).decode()[:SHOWN_CHARS]}"
+            for written in row["written"]
+        ]
+    lines.append(f"  terminal    {found['terminal'] or _none(found, 'terminal', 'none yet')}")
     if found["closed"]:
         lines.append(f"  closed      {found['closed']['reason']}: {found['closed']['message']}")
-    lines.append(f"  trained     {_step(found['trained_step'])}")
+    lines += [f"  given up    step {g['step']} of {_version(g['version'])} trained it"
+              for g in found["given_up_steps"]]  # fmt: skip
+    lines += [f"  excluded    by the fork to incarnation {i}" for i in found["excluded_by"]]
+    step = found["trained_step"]
+    in_step = _none(found, "trained_step", "not") if step is None else f"in step {step}"
+    lines.append(f"  trained     {in_step}")
+    if found["dropped_step"] is not None:
+        lines.append(f"  dropped     in step {found['dropped_step']}")
     kept = ", ".join(str(step) for step in found["checkpoints"]) or "none kept"
     lines.append(f"  checkpoints {kept}")
+    lines += [f"  trimmed     {what}" for what in found["trimmed"]]
+    lines += [f"  same prompt {group_id}" for group_id in found["same_prompt"]]
     return lines
 
 
-def _versions(segments: Iterable[Mapping[str, int]]) -> str:
-    return ", ".join(
-        f"{s['incarnation']}.{s['number']} ({s['end'] - s['start']} tokens)" for s in segments
-    )
+def _none(found: Mapping[str, Any], name: str, otherwise: str) -> str:
+    return "unknown (trimmed)" if name in found["unknown"] else otherwise
 
 
-def _step(step: int | None) -> str:
-    return "not" if step is None else f"in step {step}"
+def _version(version: Mapping[str, int]) -> str:
+    return f"{version['incarnation']}.{version['number']}"

@@ -12,6 +12,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from deploy.disk import room_or_later
+from deploy.fold import RECENT_STEPS
+from deploy.history import fork_text
+
 PLAIN_EVERY_S: Final = 15.0
 
 
@@ -20,28 +24,46 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
     groups, staleness, tokens = status["groups"], status["staleness"], status["tokens"]
     policy, seconds, lag = status["policy"], status["seconds"], status["lag"]
     held_out = status["eval"]
+    is_whole = status["from_step"] == 1
+    kept = "" if is_whole else f" (from step {status['from_step']} on)"
+    whole = "" if is_whole else " (of the whole run)"
     lines = [
         f"run        {status['run']}",
         f"step       {status['step']} (version {_version(status['version'])})",
         f"policy     {policy['name']}, bound {policy['bound']}, lookahead {policy['lookahead']}",
         f"groups     {groups['granted']} granted: {groups['trained']} trained, {groups['closed']} "
-        f"closed, {groups['dropped']} dropped, {groups['open']} open",
+        f"closed, {groups['dropped']} dropped, {groups['open']} open{whole}",
         f"staleness  mean {_number(staleness['mean'])}, p99 {_number(staleness['p99'])}, "
-        f"max {_number(staleness['max'])}",
+        f"max {_number(staleness['max'])}{kept}",
         f"tokens     {tokens['generated']} generated, {tokens['trained']} trained, "
-        f"{tokens['masked']} masked, {tokens['dropped']} dropped",
-        "seconds    " + ", ".join(f"{name} {_number(value)}" for name, value in seconds.items()),
-        f"publish    {_number(status['publish_s'])} s on average",
-        f"waiting    {_share(status['wait_share'])} of the trainer's time",
+        f"{tokens['masked']} masked, {tokens['dropped']} dropped{kept}",
+        "seconds    "
+        + ", ".join(f"{name} {_number(value)}" for name, value in seconds.items())
+        + kept,
+        f"publish    {_number(status['publish_s'])} s on average, of the last {RECENT_STEPS} steps",
+        f"waiting    {_share(status['wait_share'])} of the trainer's time from step to step{kept}",
         f"reward     {_number(status['reward']['last'])} in the last step",
         f"eval       {_number(held_out['first'])} at first, {_number(held_out['last'])} now, on "
-        f"{held_out['num_prompts']} prompts",
+        f"{held_out['num_prompts']} prompts{whole}",
         "lag        " + ", ".join(f"{name} {value}" for name, value in lag.items()),
     ]
+    for fork in status["lineage"]:
+        lines.append(f"incarnation {fork_text(fork)}")
+    if (given_up := status["given_up"])["steps"]:
+        lines.append(
+            f"given up   {given_up['steps']} steps of {given_up['groups']} groups, "
+            f"{given_up['tokens']} tokens{kept}"
+        )
+    if not is_whole:
+        lines.append(f"log        trimmed: it holds the steps from {status['from_step']} on")
+    if status["incomplete"]:
+        lines.append(f"log        INCOMPLETE, the counts miss what is gone: {status['incomplete']}")
     if status["skipped"]:
-        lines.insert(2, f"skipped    {status['skipped']} steps changed nothing (NaN gradients)")
+        lines.insert(
+            2, f"skipped    {status['skipped']} steps changed nothing (NaN gradients){kept}"
+        )
     if status["closed_by_reason"]:
-        lines.insert(4, f"closed     {_reasons(status)}")
+        lines.insert(4, f"closed     {_reasons(status)}{whole}")
     for role in status["roles"]:
         version = f", version {_version(role['version'])}" if role["version"] else ""
         pid = f"pid {role['pid']}, " if role["pid"] else ""
@@ -55,9 +77,10 @@ def plain_line(status: Mapping[str, Any]) -> str:
     """The run in one line, for logs and pipes."""
     restarts = sum(role["restarts"] for role in status["roles"])
     if status["version"] is None:
-        return "starting: no policy version is published yet"
+        return "starting: no engine holds the first weights yet (the roles' logs say what they do)"
     return (
-        f"step {status['step']} · reward {_number(status['reward']['last'])} · "
+        f"step {status['step']}{_of_incarnation(status)} · "
+        f"reward {_number(status['reward']['last'])} · "
         f"eval {_number(status['eval']['last'])} · "
         f"staleness mean {_number(status['staleness']['mean'])} "
         f"max {_number(status['staleness']['max'])} · "
@@ -67,6 +90,11 @@ def plain_line(status: Mapping[str, Any]) -> str:
         + (f" · closed: {_reasons(status)}" if status["closed_by_reason"] else "")
         + (f" · {restarts} restart{'s' * (restarts > 1)}" if restarts else "")
     )
+
+
+def _of_incarnation(status: Mapping[str, Any]) -> str:
+    """Nothing until the run was forked."""
+    return f" of incarnation {status['lineage'][-1]['incarnation']}" if status["lineage"] else ""
 
 
 def _reasons(status: Mapping[str, Any]) -> str:
@@ -100,7 +128,8 @@ class RunView:
             self._live.stop()
 
     def say(self, line: str) -> None:
-        self._console.print(Text(line))
+        with room_or_later():
+            self._console.print(Text(line))
 
     def show(
         self, status: Mapping[str, Any] | None, roles: Sequence[Mapping[str, Any]], now: float

@@ -7,7 +7,7 @@ import threading
 from typing import Any, Final
 
 from connectors.config import Config
-from connectors.kafka.client import KafkaFailure
+from connectors.kafka.client import KafkaFailure, OffsetGone
 from connectors.kafka.locate import cluster
 from connectors.run_dir import RunDir
 from deploy.status import RunStatus
@@ -54,9 +54,9 @@ class Watch:
     def evaluated_version(self) -> int:
         """The number of the newest evaluated version, -1 before the first."""
         status = self._status
-        return (
-            max((e.version.number for e in status.fold.evaluations), default=-1) if status else -1
-        )
+        if status is None:
+            return -1
+        return max((e.version.number for e in status.fold.line_evaluations()), default=-1)
 
     def curves(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
         """(step, reward) of training and of held-out prompts."""
@@ -87,6 +87,11 @@ class Watch:
                     log = cluster(self._config, self._run_dir, unavailable_s=AWAY_S)
                     self._status = RunStatus(self._config, self._run_dir, log)
                 self.latest = self._status.read()
+            except OffsetGone:  # trimmed while it was read: begin again from where it starts now
+                if self._status is not None:
+                    self._status.close()
+                    self._status = None
+                return None
             except KafkaFailure:
                 return None  # what was folded stays; the client finds the broker again
             return self.latest

@@ -57,12 +57,14 @@ class Session:
     """What all requests of one trajectory share.
 
     name      group_id/k, with the attempt when an agent is tried again: request ids begin with it
+    group_id  what all trajectories of a prompt share: their requests gain from one engine's cache
     seed      of the trajectory; each request derives its own
     attach    ask the engine first for a result it may still hold (work resubmitted after a crash)
     deadline  time.monotonic() at the time cap, None = no cap
     """
 
     name: str
+    group_id: str
     seed: int
     sampling: Sampling
     context_tokens: int
@@ -146,6 +148,7 @@ class EngineLLM:
             sampling=sampling,
             min_version=self._session.min_version,
             deadline_s=self._seconds_left(),
+            session=self._session.group_id,
         )
         self._num_requests += 1
         (made,) = await self._on_engine_loop(self._send(request))

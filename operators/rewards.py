@@ -86,7 +86,7 @@ def reasoning_gym() -> Scorer:
         extract: Any = importlib.import_module("reasoning_gym.utils").extract_answer
     except ImportError as error:
         raise MissingPackage(
-            "the reward reasoning-gym needs its package: pip install 'headwater[reasoning-gym]'"
+            "the reward reasoning-gym needs its package: pip install -e '.[reasoning-gym]'"
         ) from error
 
     scorer_of: Any = functools.cache(gym.get_score_answer_fn)  # it builds the data set each time

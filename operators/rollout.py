@@ -156,7 +156,7 @@ class Rollout:
             prompt: Prompt = decode_as(value, Prompt)
         except msgspec.ValidationError as error:
             raise BadRecord("bad_prompt", "malformed", str(error)) from error
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except msgspec.DecodeError as error:
             raise BadRecord("not_json", "malformed", str(error)) from error
         if prompt.task not in self._tasks:
             known = ", ".join(self._tasks)
@@ -228,6 +228,7 @@ class Rollout:
         again = f".{attempt}" if attempt else ""
         return Session(
             name=f"{job.group_id}/{k}{again}",
+            group_id=job.group_id,
             seed=derive_seed(self._settings.seed, job.group_id, k, attempt),
             sampling=self._sampling,
             context_tokens=self._settings.context_tokens,

@@ -22,9 +22,10 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from connectors.config import Config
-from connectors.engines.client import EnginePool
+from connectors.engines.pool import EnginePool
 from connectors.engines.types import Engine
 from connectors.kafka.client import Cluster, Producer, read_all
+from connectors.kafka.parsed import parsed
 from connectors.kafka.tail import PolicyTail
 from connectors.prompt_lines import open_lines, with_task
 from connectors.records import (
@@ -37,7 +38,6 @@ from connectors.records import (
     Prompt,
     Sample,
     Version,
-    decode_as,
     encode,
 )
 from connectors.run_dir import RunDir
@@ -194,10 +194,11 @@ def _asked(prompt: Prompt) -> str:
 
 def _due(announced: Sequence[Version], last: Version | None, every: int) -> Version | None:
     """The newest announced version that reached another multiple of `every` than the last
-    evaluated one. Versions may be overtaken while they wait to be published, so a multiple itself
-    may never be announced."""
-    reached = -1 if last is None else last.number // every
-    found = [v for v in announced if v.number // every > reached]
+    evaluated one, or is of a newer incarnation. Versions may be overtaken while they wait to be
+    published, so a multiple itself may never be announced."""
+    newest = max((v.incarnation for v in announced), default=0)
+    reached = last.number // every if last is not None and last.incarnation == newest else -1
+    found = [v for v in announced if v.incarnation == newest and v.number // every > reached]
     by_multiple = {v.number // every: v for v in reversed(found)}
     return by_multiple[max(by_multiple)] if by_multiple else None
 
@@ -205,7 +206,7 @@ def _due(announced: Sequence[Version], last: Version | None, every: int) -> Vers
 def _newest(cluster: Cluster) -> dict[str, Version]:
     """The newest version earlier starts evaluated, by task."""
     records = read_all(cluster, cluster.topic("evaluations"), [0])
-    evaluations: list[Evaluation] = [decode_as(record.value, Evaluation) for record in records]
+    evaluations = [evaluation for _, evaluation in parsed(records, Evaluation)]
     return {e.task: e.version for e in sorted(evaluations, key=lambda e: e.version)}
 
 

@@ -40,18 +40,28 @@ FirstTerminal = Callable[[Intervals | None, Item], tuple[Intervals, list[Item]]]
 POLICY_POLL_S: Final = 0.25
 
 
-def rollouts_source(cluster: Cluster, stop: StopFlag = STOP) -> LogSource:
-    return LogSource(cluster, "rollouts", granted=False, stop=stop)
+def rollouts_source(cluster: Cluster, stop: StopFlag = STOP, *, trimmed: bool = False) -> LogSource:
+    """`trimmed`: the trainer removes groups that ended."""
+    return LogSource(cluster, "rollouts", granted=False, stop=stop, trimmed=trimmed)
 
 
-def reward_half(rollouts: Stream, cluster: Cluster, work: Work, stop: StopFlag = STOP) -> None:
-    """What becomes of the items of `rollouts_source`; `work` is `score(...)`."""
+def reward_half(
+    rollouts: Stream,
+    cluster: Cluster,
+    work: Work,
+    stop: StopFlag = STOP,
+    *,
+    into: Cluster | None = None,
+    trimmed: bool = False,
+) -> None:
+    """What becomes of the items of `rollouts_source`; `work` is `score(...)`. `into`: under another
+    namespace than the `rollouts`. `trimmed`: as for the source."""
     first = op.stateful_flat_map(
         "first_terminal", rollouts, first_terminal(cluster.topic("prompts"))
     )
-    refetch = ItemReader(cluster, "rollouts")
+    refetch = ItemReader(cluster, "rollouts", trimmed=trimmed)
     scored = op.stateful_batch("score", first, AsyncWork(work, refetch, stop=stop))
-    write("reward", scored, cluster, "trajectories")
+    write("reward", scored, into or cluster, "trajectories")
 
 
 def first_terminal(prompts_topic: str) -> FirstTerminal:
@@ -98,8 +108,14 @@ class DropBefore:
         self._tail.catch_up()
 
 
-def score(rewards: Rewards, drop_before: DropBefore, cluster: Cluster) -> Work:
-    """The work of one record of `rollouts`: its terminal; a dead letter if it cannot be read."""
+def score(
+    rewards: Callable[[Group], Awaitable[Group | Closed]],
+    drop_before: DropBefore | None,
+    cluster: Cluster,
+    wanted: Callable[[Group | Closed], bool] = lambda ended: True,
+) -> Work:
+    """The work of one record of `rollouts`: its terminal; a dead letter if it cannot be read.
+    Without `drop_before` nothing is too old; what is not `wanted` comes to nothing."""
 
     async def work(item: Item) -> list[Routed]:
         record = item.record
@@ -109,18 +125,23 @@ def score(rewards: Rewards, drop_before: DropBefore, cluster: Cluster) -> Work:
             ended = terminal(record)
         except (CorruptRecord, UnknownRecord) as error:
             return _unreadable(record, error)
+        if not wanted(ended):
+            return []
         if isinstance(ended, Group):
             ended = note(await _scored(ended))
         return [Routed("trajectories", outgoing(cluster, ended))]
 
     async def _scored(group: Group) -> Group | Closed:
         """Filtered before scoring, which may be dear, and after it, which may take long."""
-        if (end := _stale(group, await drop_before.now())) is not None:
+        if (end := await _too_old(group)) is not None:
             return end
         ended = await rewards(group)
         if isinstance(ended, Closed):
             return ended
-        return _stale(ended, await drop_before.now()) or ended
+        return await _too_old(ended) or ended
+
+    async def _too_old(group: Group) -> Closed | None:
+        return None if drop_before is None else _stale(group, await drop_before.now())
 
     def _unreadable(record: Record, error: CorruptRecord | UnknownRecord) -> list[Routed]:
         code, letter = unreadable(cluster, record, error)

@@ -18,6 +18,7 @@ from connectors.kafka.client import Cluster
 from connectors.kafka.dead_letters import dead_letter
 from connectors.kafka.source import STOP, Item, ItemReader, LogSource, StopFlag
 from connectors.kafka.terminals import outgoing
+from connectors.kafka.topics import num_partitions
 from connectors.plugins import load
 from connectors.text import Text
 from operators import agents
@@ -29,8 +30,11 @@ from pipelines.routing import Routed, write
 Work = Callable[[Item], Awaitable[Sequence[Routed]]]
 
 
-def prompts_source(cluster: Cluster, stop: StopFlag = STOP) -> LogSource:
-    return LogSource(cluster, "prompts", granted=True, stop=stop)
+def prompts_source(cluster: Cluster, stop: StopFlag = STOP, *, anew: bool = False) -> LogSource:
+    """`anew`: from offset 0, so that a granted prompt that retention removed is closed, not
+    forgotten."""
+    first = dict.fromkeys(range(num_partitions(cluster, "prompts")), 0) if anew else None
+    return LogSource(cluster, "prompts", granted=True, stop=stop, first=first)
 
 
 def rollout_half(prompts: Stream, cluster: Cluster, work: Work, stop: StopFlag = STOP) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 START_S = 60.0
@@ -18,9 +19,12 @@ STOP_S = 30.0
 class BrokerProcess:
     """A running broker on the loopback; `restart` keeps data and port, so clients find it again."""
 
-    def __init__(self, data_dir: Path, *, fsync: str = "never") -> None:
+    def __init__(
+        self, data_dir: Path, *, fsync: str = "never", arguments: Sequence[str] = ()
+    ) -> None:
         self.data_dir = data_dir
         self.fsync = fsync
+        self._arguments = arguments
         self.port = 0
         self._process: subprocess.Popen[bytes] | None = None
         self.log_file = data_dir.with_name(data_dir.name + ".log")
@@ -44,7 +48,7 @@ class BrokerProcess:
         assert not self.alive
         command = [sys.executable, "-P", "-m", "connectors.broker"]
         command += ["--data-dir", str(self.data_dir), "--port", str(self.port)]
-        command += ["--fsync", self.fsync]
+        command += ["--fsync", self.fsync, *self._arguments]
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
         self.port = json.loads(_first_line(self._process, self.log_file))["port"]

@@ -12,8 +12,17 @@ import pytest
 from connectors.kafka.client import Cluster
 from tests.broker_process import BrokerProcess
 from tests.models import tiny_model
+from tests.vllm_gate import need_vllm
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are the CPU's; a GPU has deploy.gpu_check
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before any fixture of the test starts an engine."""
+    if item.get_closest_marker("requires_vllm") is not None:
+        need_vllm()
 
 
 @pytest.fixture(scope="session")

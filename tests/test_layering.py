@@ -27,7 +27,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 LIBRARY_ROOMS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("trainer/engine.py",),
-    "kafka": ("connectors/kafka/client.py", "connectors/kafka/topics.py", "connectors/broker/"),
+    "kafka": (
+        "connectors/kafka/client.py",
+        "connectors/kafka/connections.py",
+        "connectors/kafka/knock.py",
+        "connectors/kafka/topics.py",
+        "connectors/broker/",
+    ),
     "bytewax": ("connectors/kafka/", "pipelines/"),
 }
 HEAVY = ("torch", "deepspeed", "transformers", "vllm", "ray", "bytewax")

@@ -1,219 +1,273 @@
-"""A folder of checkpoints, each whole or not there: staged aside, published by rename.
+"""A store of checkpoints, each whole or not there, in a local folder or an object store.
 
-    STORE/step-00000012/state/...      what the caller's `write` put there
-    STORE/step-00000012/meta           the caller's bytes: offsets, ledger, whatever goes with it
-    STORE/step-00000012/contents.json  every file's size and crc32c
-    STORE/.staging-*                   being written
-    STORE/.old-*, .retired-*           on their way out
+    step-00000012/state/...      what the caller's `write` put there
+    step-00000012/meta           the caller's bytes: offsets, ledger, whatever goes with it
+    step-00000012/contents.json  every file's size and crc32c, written last
 
-Everything is on disk (fsync of files and folders) before the rename, so a checkpoint that can be
-seen is whole after `kill -9` and after power loss. Reading verifies sizes and checksums: a damaged
-checkpoint is named in the log and passed over, never loaded. One writer at a time: a new one cleans
-away the staging folder of the one before, whose save then fails.
+A checkpoint is staged aside and then appears at once (`trainer.places`, `trainer.object_place` say
+how), so one that can be seen is whole whatever was killed. Reading verifies sizes and checksums: a
+damaged checkpoint is named in the log and passed over, never loaded. One writer at a time: a new
+one cleans away what the one before was writing, whose save then fails.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
-import re
 import shutil
-import uuid
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
-from urllib.parse import unquote, urlsplit
+from typing import Any, Final
 
 import google_crc32c
 import msgspec
 
-from connectors.config import ConfigError
+from connectors.config import Config
 from connectors.files import sync_path
+from connectors.run_dir import RunDir
+from trainer.places import CONTENTS, At, Contents, PlaceFailed, Swept, place
 
 _log = logging.getLogger(__name__)
 
 STAGES: Final = (
-    "staged", "written", "synced", "listed", "set_aside", "renamed", "retiring", "done",
+    "staged", "written", "synced", "listed", "uploading", "set_aside", "published", "retiring",
+    "done",
 )  # fmt: skip
-"""What `at` hears during a save, in this order: "set_aside" only when the step was there already,
-"retiring" only when an old checkpoint goes."""
+"""What `at` hears during a save, in this order: "uploading" only of an object store, after each
+file; "set_aside" only when the step lies in the folder already; "retiring" only when an old
+checkpoint goes."""
 
-_NAME: Final = re.compile(r"step-(\d{8,})")
+_META: Final = "meta"
 _CHUNK_BYTES: Final = 4 << 20
+_SWEPT: Final = "its staging folder was removed meanwhile, as a newer trainer does when it starts"
 
 
 class CheckpointFailed(RuntimeError):
-    """A checkpoint could not be written; earlier ones are as they were."""
+    """A checkpoint could not be written, or the store not be reached; what was saved earlier is as
+    it was."""
 
 
 class CorruptCheckpoint(ValueError):
     """A checkpoint is not what its `contents.json` says."""
 
 
-class _Contents(msgspec.Struct, frozen=True):
-    step: int
-    files: dict[str, tuple[int, int]]  # path within the checkpoint -> (bytes, crc32c)
-
-
-def local_folder(url: str) -> Path:
-    """The folder a plain path or a file:// URL names; ConfigError for any other kind of URL."""
-    if "://" not in url:
-        return Path(url).expanduser()
-    parts = urlsplit(url)
-    if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
-        raise ConfigError(f"checkpoint.url: a folder or file:// URL is needed, got {url}")
-    return Path(unquote(parts.path))
-
-
 class CheckpointStore:
-    """Reading never changes the folder; `clean` and `save` are for the one writer."""
+    """Reading never changes the store; `clean` and `save` are for the one writer. CheckpointFailed
+    from everything when an object store refuses or does not answer."""
 
     def __init__(
-        self, url: str | Path, *, keep: int = 2, at: Callable[[str], None] | None = None
+        self,
+        url: str | Path,
+        *,
+        keep: int = 2,
+        keep_for_s: float | None = None,
+        cache: Path | None = None,
+        options: Mapping[str, Any] | None = None,
+        at: At | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """`keep` checkpoints, the one just saved and those before it, stay after a save. `at` is
-        called with the name of each stage a save passes: tests crash there. ConfigError for a bad
-        URL."""
-        self.path = local_folder(str(url))
-        self._keep = keep
-        self._at = at or (lambda stage: None)
+        """After a save there stay `keep` checkpoints, the one just saved and those before it, and
+        those younger than `keep_for_s`. `cache` and `options`: for an object store, its local
+        copies and its settings. `at` is called with the name of each stage a save passes: tests
+        crash there. ConfigError for a URL nobody can open."""
+        self.url = str(url)
+        self._place = place(self.url, cache, options or {})
+        self._keep, self._keep_for_s = keep, keep_for_s
+        self._at: At = at or (lambda stage: None)
+        self._clock = clock
+        self._passed_over: set[int] = set()
 
     # ------------------------------------------------------------------------------------ writing
     def clean(self) -> None:
-        """Makes the folder and removes what a crash left in it; the writer calls it at its start,
-        before it looks for the newest. OSError when the folder cannot be made or written."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        for entry in list(self.path.iterdir()):
-            if entry.name.startswith(".old-"):
-                final = self.path / entry.name.removeprefix(".old-")
-                if not final.exists():  # killed between the two renames of a replacement
-                    entry.rename(final)
-                    continue
-            elif not entry.name.startswith((".staging-", ".retired-")):
-                continue
-            _log.info("removing what a crash left: %s", entry)
-            shutil.rmtree(entry, ignore_errors=True)
+        """Makes the store and removes what a crash left in it; the writer calls it at its start,
+        before it looks for the newest. OSError when a folder cannot be made or written."""
+        with self._reached():
+            self._place.clean()
 
-    def save(self, step: int, write: Callable[[Path], None], meta: bytes) -> None:
+    def pass_over(self, steps: Iterable[int]) -> None:
+        """These lead nowhere (they are of a line that was given up, or of another run): from now
+        on, until they are saved anew, they count as little as those that were read and found
+        damaged."""
+        self._passed_over |= set(steps)
+
+    def save(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        meta: bytes,
+        *,
+        may_retire: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Makes the checkpoint of `step` from what `write` puts into the folder it is given, and
-        `meta`. An earlier checkpoint of the same step is replaced. CheckpointFailed when it cannot
-        be written: nothing of it stays, earlier ones are untouched."""
-        staging = self.path / f".staging-{uuid.uuid4().hex}"
+        `meta`; then, if the writer `may_retire`, old ones go. An earlier checkpoint of the same
+        step is replaced. CheckpointFailed when it cannot be written: nothing of it stays, earlier
+        ones are untouched."""
+        staging = self._place.stage()
         try:
-            self._stage(staging, step, write, meta)
-            self._publish(staging, step)
+            contents = self._stage(staging, step, write, meta)
+            self._place.publish(staging, contents, self._at)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+            missing = getattr(error, "errno", errno.ENOENT) == errno.ENOENT  # torch gives no errno
+            gone = missing and staging.parent.exists() and not staging.exists()
+            if gone or isinstance(error, Swept):
+                reason = _SWEPT
+            elif isinstance(error, PlaceFailed):
+                reason = str(error)
+            else:
+                reason = f"{_reason(error)} ({self._place.room()})"
             raise CheckpointFailed(
-                f"the checkpoint of step {step} could not be written to {self.path}: "
-                f"{_reason(error)} ({_free_mib(self.path)})"
+                f"the checkpoint of step {step} could not be written to {self._place}: {reason}"
             ) from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-        self._retire(step)
+        self._passed_over.discard(step)
+        if may_retire():
+            with self._reached():
+                self._retire(step)
         self._at("done")
 
-    def _stage(self, staging: Path, step: int, write: Callable[[Path], None], meta: bytes) -> None:
+    def _stage(
+        self, staging: Path, step: int, write: Callable[[Path], None], meta: bytes
+    ) -> Contents:
+        sync = sync_path if self._place.syncs else lambda path: None
         state = staging / "state"
         state.mkdir(parents=True)
         self._at("staged")
         write(state)
-        (staging / "meta").write_bytes(meta)
+        (staging / _META).write_bytes(meta)
         self._at("written")
         files = {}
         for file in sorted(f for f in staging.rglob("*") if f.is_file()):
-            sync_path(file)
+            sync(file)
             files[file.relative_to(staging).as_posix()] = _size_and_crc(file)
         self._at("synced")
-        contents = staging / "contents.json"
-        contents.write_bytes(msgspec.json.encode(_Contents(step, files)))
-        sync_path(contents)
+        contents = Contents(step, files, self._clock(), self._place.attempt())
+        (staging / CONTENTS).write_bytes(msgspec.json.encode(contents))
+        sync(staging / CONTENTS)
         for folder in sorted((d for d in staging.rglob("*") if d.is_dir()), reverse=True):
-            sync_path(folder)
-        sync_path(staging)
+            sync(folder)
+        sync(staging)
         self._at("listed")
-
-    def _publish(self, staging: Path, step: int) -> None:
-        final = self._folder(step)
-        old = self.path / f".old-{final.name}"
-        if final.exists():
-            # A folder cannot be renamed onto another. After a kill between the two renames, `clean`
-            # puts the old one back.
-            shutil.rmtree(old, ignore_errors=True)
-            final.rename(old)
-            self._at("set_aside")
-        try:
-            staging.rename(final)
-        except OSError:
-            if old.exists():
-                old.rename(final)
-            raise
-        sync_path(self.path)
-        self._at("renamed")
-        shutil.rmtree(old, ignore_errors=True)
+        return contents
 
     def _retire(self, saved: int) -> None:
-        """Removes what is older than the newest `keep` up to `saved`, damaged ones too. Later steps
-        are of a run that went another way; they say nothing about which of ours to keep."""
-        kept = [step for step in self.steps() if step <= saved][-self._keep :]
-        for step in self._listed():
-            if step < kept[0]:
-                gone = self.path / f".retired-{step}-{uuid.uuid4().hex}"
-                self._folder(step).rename(gone)
-                self._at("retiring")
-                shutil.rmtree(gone, ignore_errors=True)
+        """Removes what is neither among the newest `keep` up to `saved` nor young, damaged ones
+        too. Later steps are of a run that went another way; they say nothing about which of ours to
+        keep."""
+        whole = {step: self._verified(step) for step in self.steps() if step <= saved}
+        first_kept = sorted(whole)[-self._keep :][0]
+        young_since = self._clock() - (self._keep_for_s or 0.0)
+        for step in self._place.listed():
+            is_young = step in whole and whole[step].saved_at > young_since
+            if step < first_kept and not is_young:
+                self._place.remove(step, self._at)
 
     # ------------------------------------------------------------------------------------ reading
     def steps(self) -> list[int]:
         """Steps whose checkpoint has all its files at their sizes, ascending; checksums are not
-        read."""
-        return [step for step in self._listed() if self._is_whole(step, checksums=False)]
+        read. Without those passed over."""
+        with self._reached():
+            listed = [step for step in self._place.listed() if step not in self._passed_over]
+            return [step for step in listed if self._is_whole(step, self._verified)]
 
     def newest(self) -> int | None:
         """The newest step whose checkpoint is whole, checksums included; None without one. Damaged
         ones are named in the log."""
-        return next(
-            (s for s in reversed(self._listed()) if self._is_whole(s, checksums=True)), None
-        )
+        with self._reached():
+            listed = self._place.listed()
+        return next((step for step in reversed(listed) if self._is_whole(step, self.read)), None)
 
     def read(self, step: int) -> tuple[Path, bytes]:
-        """(the folder `write` filled, meta) of one checkpoint. CorruptCheckpoint when it is damaged
-        or missing."""
-        self._verify(step, checksums=True)
-        folder = self._folder(step)
-        return folder / "state", (folder / "meta").read_bytes()
+        """(a folder with what `write` put there, meta) of one checkpoint. CorruptCheckpoint when it
+        is damaged or missing."""
+        with self._reached():
+            contents = self._verified(step)
+            with self._found(step):
+                folder = self._place.fetch(contents)
+                for name, listed in contents.files.items():
+                    if _size_and_crc(folder / name) != listed:
+                        self._place.forget(contents)
+                        self._passed_over.add(step)
+                        raise CorruptCheckpoint(
+                            f"{self._name(step)}: {name} differs from its checksum"
+                        )
+                return folder / "state", (folder / _META).read_bytes()
 
-    def _is_whole(self, step: int, *, checksums: bool) -> bool:
+    def meta(self, step: int) -> bytes:
+        """Of one checkpoint, without its state being fetched or verified. CorruptCheckpoint when
+        the meta is damaged or missing."""
+        with self._reached(), self._found(step):
+            contents = self._verified(step)
+            data = self._place.read(contents, _META)
+        if (len(data), google_crc32c.value(data)) != contents.files[_META]:
+            raise CorruptCheckpoint(f"{self._name(step)}: {_META} differs from its checksum")
+        return data
+
+    def _is_whole(self, step: int, look: Callable[[int], object]) -> bool:
         try:
-            self._verify(step, checksums=checksums)
+            look(step)
         except CorruptCheckpoint as error:
             _log.warning("checkpoint passed over: %s", error)
             return False
         return True
 
-    def _verify(self, step: int, *, checksums: bool) -> None:
-        folder = self._folder(step)
+    def _verified(self, step: int) -> Contents:
+        """The contents of a checkpoint whose files are all there at their sizes."""
+        with self._found(step):
+            contents = msgspec.json.decode(self._place.contents(step), type=Contents)
+            sizes = self._place.sizes(contents)
+        where = self._name(step)
+        if contents.step != step:
+            raise CorruptCheckpoint(f"{where}: its contents are of step {contents.step}")
+        for name, (size, _) in contents.files.items():
+            if name not in sizes:
+                raise CorruptCheckpoint(f"{where}: {name} is missing")
+            if sizes[name] != size:
+                raise CorruptCheckpoint(
+                    f"{where}: {name} has {sizes[name]} bytes instead of {size}"
+                )
+        if _META not in contents.files:
+            raise CorruptCheckpoint(f"{where}: its contents name no meta")
+        return contents
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
         try:
-            contents = msgspec.json.decode((folder / "contents.json").read_bytes(), type=_Contents)
-            if contents.step != step:
-                raise CorruptCheckpoint(f"{folder}: its contents are of step {contents.step}")
-            for name, (size, crc) in contents.files.items():
-                if (got := (folder / name).stat().st_size) != size:
-                    raise CorruptCheckpoint(f"{folder}: {name} has {got} bytes instead of {size}")
-                if checksums and _size_and_crc(folder / name) != (size, crc):
-                    raise CorruptCheckpoint(f"{folder}: {name} differs from its checksum")
-            if "meta" not in contents.files:
-                raise CorruptCheckpoint(f"{folder}: its contents name no meta")
+            yield
+        except PlaceFailed as error:
+            raise CheckpointFailed(f"checkpoint.url {self._place}: {error}") from error
+
+    @contextmanager
+    def _found(self, step: int) -> Iterator[None]:
+        """What cannot be found or read inside makes the checkpoint a corrupt one."""
+        try:
+            yield
         except FileNotFoundError as error:
-            raise CorruptCheckpoint(f"{folder}: {Path(error.filename).name} is missing") from error
+            missing = Path(error.filename).name if error.filename else CONTENTS
+            raise CorruptCheckpoint(f"{self._name(step)}: {missing} is missing") from error
+        except OSError as error:
+            raise CorruptCheckpoint(f"{self._name(step)} cannot be read: {error}") from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise CorruptCheckpoint(f"{folder}: contents.json cannot be read: {error}") from error
+            raise CorruptCheckpoint(
+                f"{self._name(step)}: {CONTENTS} cannot be read: {error}"
+            ) from error
 
-    def _listed(self) -> list[int]:
-        names = [entry.name for entry in self.path.iterdir()] if self.path.is_dir() else []
-        found = (_NAME.fullmatch(name) for name in names)
-        return sorted(int(match[1]) for match in found if match)
+    def _name(self, step: int) -> str:
+        return f"{self._place}/step-{step:08d}"
 
-    def _folder(self, step: int) -> Path:
-        return self.path / f"step-{step:08d}"
+
+def run_store(config: Config, run_dir: RunDir) -> CheckpointStore:
+    """The store of a run, wherever its configuration puts it."""
+    section = config.checkpoint
+    return CheckpointStore(
+        section.url or run_dir.checkpoints,
+        keep=section.keep,
+        keep_for_s=None if section.keep_hours is None else section.keep_hours * 3600.0,
+        cache=run_dir.path / "checkpoint-cache",
+        options=section.options,
+    )
 
 
 def _size_and_crc(file: Path) -> tuple[int, int]:
@@ -229,9 +283,3 @@ def _reason(error: OSError | RuntimeError) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).partition("\n")[0] or type(error).__name__
-
-
-def _free_mib(folder: Path) -> str:
-    if not folder.exists():
-        return "the folder is gone"
-    return f"{shutil.disk_usage(folder).free >> 20} MiB are free there"

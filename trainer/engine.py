@@ -42,6 +42,7 @@ import numpy as np
 import torch.distributed as dist
 import transformers
 from deepspeed.ops import __compatible_ops__
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from numpy.typing import NDArray
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
@@ -52,6 +53,7 @@ from connectors.weights.layout import Digester
 from trainer.batches import MicroBatch, Rows, check_assignment, collate
 from trainer.logprobs import PolicyModel
 from trainer.losses import policy_loss, units
+from trainer.state_copy import StateCopy
 from trainer.step_metrics import Tally, row_metrics
 
 _log = logging.getLogger(__name__)
@@ -112,6 +114,7 @@ class TrainingEngine:
                 config=_deepspeed_config(trainer, model.dtype),
             )
         self._engine.train()
+        self._engine._copy_recovery_script = lambda folder: None  # only our own code reads it back
         self._plan = weights.plan(weights.shapes_of(self.named_parameters()), self._dtype)
 
     # ---------------------------------------------------------------------------------- training
@@ -227,8 +230,11 @@ class TrainingEngine:
         return self._plan
 
     def snapshot(self, into: weights.Snapshot | None = None) -> weights.Snapshot:
-        """A copy of the weights as published, with its digest; `into` gives its buffers."""
-        return weights.Snapshot.take(self.named_parameters(), self._plan, into=into)
+        """A copy of the weights as published, with its digest, where the weights lie; `into` gives
+        its buffers."""
+        return weights.Snapshot.take(
+            self.named_parameters(), self._plan, into=into, device=self._device
+        )
 
     def digest(self) -> str:
         """16 hex digits of the weights as they are published."""
@@ -243,15 +249,30 @@ class TrainingEngine:
         return fold.hex()
 
     # -------------------------------------------------------------------------------- checkpoint
-    def save(self, folder: Path) -> None:
-        """Model, optimizer and random state into `folder` (which exists), to be made atomic by the
-        caller: DeepSpeed's own save is not."""
-        with _quiet_deepspeed():
-            self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+    def capture(self, into: StateCopy | None = None) -> StateCopy:
+        """A copy of model, optimizer and random state, whose `write` gives what `load` reads;
+        `into` gives its memory."""
+        captured = into or StateCopy()
+        captured.clear()
+        stock, self._engine.checkpoint_engine = (
+            self._engine.checkpoint_engine, _IntoMemory(captured),
+        )  # fmt: skip
+        try:
+            with _quiet_deepspeed():
+                self._engine.save_checkpoint(".", tag=_TAG, save_latest=False)
+        finally:
+            self._engine.checkpoint_engine = stock
         state = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             state["cuda"] = torch.cuda.get_rng_state()
-        torch.save(state, folder / f"random_{dist.get_rank()}.pt")
+        captured.add(f"random_{dist.get_rank()}.pt", state)
+        captured.wait()
+        return captured
+
+    def save(self, folder: Path) -> None:
+        """Model, optimizer and random state into `folder` (which exists), to be made atomic by the
+        caller."""
+        self.capture().write(folder)
 
     def load(self, folder: Path) -> None:
         """The opposite of `save`, bit for bit. ValueError when `folder` holds no checkpoint,
@@ -297,10 +318,37 @@ class TrainingEngine:
                 deepspeed.comm.destroy_process_group()
 
 
+class _IntoMemory(CheckpointEngine):  # type: ignore[misc]
+    """Takes what DeepSpeed would write to files."""
+
+    def __init__(self, captured: StateCopy) -> None:
+        super().__init__()
+        self._captured = captured
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        return None
+
+    def create(self, info: object) -> None:
+        return None
+
+    def save(self, state_dict: object, path: str) -> None:
+        self._captured.add(path, state_dict)
+
+    def load(self, path: str, map_location: object = None) -> None:
+        raise NotImplementedError
+
+    def commit(self, info: object) -> bool:
+        return True
+
+
 def _check_settings(trainer: configuration.Trainer) -> None:
     for key in ("num_ranks", "zero_stage"):
         if (number := getattr(trainer, key)) != 1:
             raise configuration.ConfigError(f"trainer.{key}: only 1 is supported, got {number}")
+    if trainer.num_gpus > 1:
+        raise configuration.ConfigError(
+            f"trainer.num_gpus: a rank trains on one GPU, got {trainer.num_gpus:g}"
+        )
 
 
 def _load_model(path: Path, dtype: torch.dtype) -> Any:

@@ -11,7 +11,8 @@ from typing import Final
 import numpy as np
 
 from connectors.config import GROUP_ESTIMATORS, Config, Trainer
-from connectors.records import Group, Manifest, Trajectory, Version
+from connectors.records import Fork, Group, Manifest, Trajectory, Version
+from operators.staleness.lineage import lag
 from trainer import batches
 from trainer.advantages import advantage
 from trainer.engine import TrainingEngine
@@ -109,11 +110,13 @@ def untrainable(group: Group, advantage_name: str, vocabulary_size: int) -> str 
     return None
 
 
-def staleness(groups: Sequence[Group], version: Version) -> dict[str, float]:
-    """mean, p99 and max over the trained tokens of version - token's version, in versions, for a
-    step that trains at `version`; empty without trained tokens."""
+def staleness(
+    groups: Sequence[Group], version: Version, lineage: Mapping[int, Fork]
+) -> dict[str, float]:
+    """mean, p99 and max over the trained tokens of how many steps their versions lie behind
+    `version`, which the step trains at; empty without trained tokens."""
     ages, counts = [], []
-    for age, count in _ages(groups, version):
+    for age, count in _ages(groups, version, lineage):
         ages.append(age)
         counts.append(count)
     if not ages:
@@ -128,13 +131,15 @@ def staleness(groups: Sequence[Group], version: Version) -> dict[str, float]:
     }
 
 
-def _ages(groups: Sequence[Group], version: Version) -> Iterator[tuple[int, int]]:
+def _ages(
+    groups: Sequence[Group], version: Version, lineage: Mapping[int, Fork]
+) -> Iterator[tuple[int, int]]:
     for group in groups:
         for trajectory in group.trajectories:
             for segment in trajectory.segments:
                 count = int(trajectory.loss_mask[segment.start : segment.end].sum())
                 if count:
-                    yield version.number - segment.number, count
+                    yield lag(version, segment.version, lineage), count
 
 
 def _is_sample(trajectory: Trajectory) -> bool:

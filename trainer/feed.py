@@ -17,10 +17,11 @@ anything. When the loop dies, its exception surfaces in `take` and `published`.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -34,7 +35,6 @@ from connectors.records import (
     Announcement,
     Coordinate,
     Group,
-    Manifest,
     Version,
     encode,
 )
@@ -42,13 +42,17 @@ from operators.staleness.types import StalenessPolicy
 from trainer.accounts import LedgerBroken
 from trainer.feed_state import FeedState
 from trainer.intake import Intake
-from trainer.ledger import FeedCore, recover
+from trainer.ledger import FeedCore
 from trainer.step_log import Fenced
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.02
 """Longest wait for terminals, which end it: what a request of another thread may have to wait."""
 ENDS_S = 0.05
 """How often the prompts' end offsets are asked for while credits wait for prompts."""
+WATCH_S = 1.0
+"""How often `policy` is looked at for a newer trainer."""
 
 T = TypeVar("T")
 
@@ -72,9 +76,9 @@ class StepInput:
 
 
 class Feed:
-    """Starts its thread at once. `state`: the checkpoint's snapshot, or `fresh(...)`; `manifests`:
-    the chain after it, which the trainer re-executes itself; `epoch`: of this trainer, whose
-    `Begin` is in `policy`. The first step taken is the one after the last manifest.
+    """Starts its thread at once. `state`: the ledger after the last step on the chain, folded up to
+    this trainer's `Begin` (`trainer.recovery`), whose `epoch` it speaks in. The first step taken is
+    the one after it.
     `untrainable`: why a group that arrived whole can enter no step, or None; such a group is
     dropped and its record goes to `dead-letters`, so that it stops nobody."""
 
@@ -87,7 +91,6 @@ class Feed:
         epoch: int,
         batch_size: int,
         group_size: int = 1,
-        manifests: Sequence[Manifest] = (),
         untrainable: Callable[[Group], str | None] = lambda group: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -95,7 +98,6 @@ class Feed:
         self._untrainable = untrainable
         self._cluster = cluster
         self._clock = clock
-        self._manifests = manifests
         self._core = FeedCore(
             policy,
             state,
@@ -113,6 +115,7 @@ class Feed:
         self._unfilled = True  # the policy may choose more than when it was last asked
         self._ends: list[int] = list(state.limits)
         self._ends_asked_at = float("-inf")
+        self._watched_at = float("-inf")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
         self._thread.start()
@@ -190,21 +193,9 @@ class Feed:
         self._producer = opened(closing(Producer(cluster)))
         self._prompts = opened(closing(Reader(cluster, cluster.topic("prompts"), prompts)))
         self._tail = opened(
-            closing(PolicyTail(cluster, offset=core.policy_offset, epoch=core.epoch))
+            closing(PolicyTail(cluster, offset=core.policy_offset, epoch=self.epoch))
         )
-        self._recover()
         self._intake = opened(closing(Intake(cluster, core, self._producer, self._untrainable)))
-
-    def _recover(self) -> None:
-        """Folds everything before this trainer's `Begin` in `policy`, and the chain in `steps`."""
-        announcements: list[tuple[int, Announcement]] = []
-        end = self._tail.end()
-        while self._tail.epoch < self.epoch:
-            if self._tail.position >= end:
-                raise LedgerBroken(f"policy holds no begin of epoch {self.epoch}")
-            announcements += self._tail.poll(0.5)
-        self._refuse_if_fenced()
-        recover(self._core, announcements, self._manifests)
 
     def _loop(self) -> None:
         while not self._stop.is_set():
@@ -212,6 +203,7 @@ class Feed:
             stirred |= self._intake.read(POLL_S)
             stirred |= self._fill(stirred)
             self._grant(stirred)
+            self._watch_fence()
 
     def _answer(self) -> bool:
         """Serves the requests of other threads; whether there were any."""
@@ -233,6 +225,12 @@ class Feed:
         self._unfilled = False
         before = len(self._core.committed), self._core.accounts.counts().dropped
         step = self._core.choose()
+        if too_old := self._core.too_old:
+            log.warning(
+                "%d groups are too old for %s: dropped as stale (%s%s)",
+                len(too_old), self._core.version, ", ".join(too_old[:3]),
+                ", ..." if len(too_old) > 3 else "",
+            )  # fmt: skip
         if step is None:
             return (len(self._core.committed), self._core.accounts.counts().dropped) != before
         self._unfilled = True
@@ -292,6 +290,13 @@ class Feed:
         self._unfilled = True
         self._announced = due
         return due
+
+    def _watch_fence(self) -> None:
+        """A trainer that has nothing to announce would not notice a newer one, or a fork."""
+        if time.monotonic() - self._watched_at > WATCH_S:
+            self._watched_at = time.monotonic()
+            self._tail.poll()
+            self._refuse_if_fenced()
 
     def _refuse_if_fenced(self) -> None:
         if self._tail.epoch > self.epoch:

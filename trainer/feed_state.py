@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from connectors.records import Coordinate, Version
+from connectors.records import Coordinate, Fork, Version
 
 UNREAD = Literal["trained", "closed", "dropped"]
 """How a group ended whose terminal in `trajectories` has not been read yet, after a recovery."""
@@ -61,6 +61,7 @@ class FeedState(msgspec.Struct, frozen=True, kw_only=True):
     dropped        groups the feed dropped since the last closed step
     cancelled      open groups whose cancel was announced
     unpublished    (version after the step, groups) of steps whose weights are not announced
+    lineage        the fork of each incarnation up to the version's
     policy         state of the staleness policy `policy_name`
     """
 
@@ -79,11 +80,21 @@ class FeedState(msgspec.Struct, frozen=True, kw_only=True):
     dropped: tuple[str, ...] = ()
     cancelled: tuple[str, ...] = ()
     unpublished: tuple[tuple[Version, int], ...] = ()
+    lineage: dict[int, Fork] = {}
     num_admitted: int = 0
     num_arrived: int = 0
     counts: Counts = Counts()
     policy_name: str = ""
     policy: Any = None
+
+    def terminals_from(self) -> dict[int, int]:
+        """By partition of `trajectories`: the first offset that a recovery from here reads, of
+        what was open or not read."""
+        first = dict(enumerate(self.read))
+        for entry in self.open:
+            if (at := entry.coordinate) is not None:
+                first[at.partition] = min(first[at.partition], at.offset)
+        return first
 
 
 def fresh(

@@ -11,10 +11,11 @@ import logging
 from collections.abc import Callable, Sequence
 
 from connectors.arrow import CorruptRecord, checksum, decode_group
-from connectors.kafka.client import Cluster, Producer, Reader, Record
+from connectors.kafka.client import Cluster, OffsetGone, Producer, Reader, Record
 from connectors.kafka.terminals import UnknownRecord, terminal, unreadable
 from connectors.records import HEADER_WRITER, Closed, Coordinate, Group
-from trainer.accounts import LedgerBroken
+from operators.staleness.lineage import stalest
+from trainer.feed_state import Entry
 from trainer.ledger import FeedCore
 
 log = logging.getLogger(__name__)
@@ -33,16 +34,18 @@ class Intake:
         untrainable: Callable[[Group], str | None],
     ) -> None:
         """Goes on where `core` has read to, and reads again the groups that had arrived by then.
-        LedgerBroken when one is not the record it was, OffsetGone when it is not there."""
+        One whose record is gone or is not what it was is dropped, and named in the log."""
         self._cluster, self._core = cluster, core
         self._producer, self._untrainable = producer, untrainable
         read = dict(enumerate(core.read))
         self._reader = Reader(cluster, cluster.topic("trajectories"), read)
-        self._groups = {
-            entry.group_id: self._read_again(entry.coordinate)
-            for entry in core.accounts.open.values()
-            if entry.coordinate is not None
-        }
+        for partition, start in self._reader.starts().items():
+            if read[partition] < start:
+                self._pass_over(partition, start)
+        self._groups: dict[str, Group] = {}
+        for entry in list(core.accounts.open.values()):
+            if entry.coordinate is not None:
+                self._read_again(entry, entry.coordinate)
 
     def read(self, timeout_s: float) -> bool:
         """Takes in what is there within `timeout_s`; whether there was anything."""
@@ -65,14 +68,39 @@ class Intake:
     def close(self) -> None:
         self._reader.close()
 
-    def _read_again(self, record: Coordinate) -> Group:
-        data = self._reader.read_at(record.partition, record.offset).value
+    def _pass_over(self, partition: int, start: int) -> None:
+        """Retention removed terminals that were not read: nobody knows whose. Groups that are open
+        in the partition would be waited for in vain."""
+        core, at = self._core, self._core.read[partition]
+        running = [
+            entry.group_id
+            for entry in core.accounts.open.values()
+            if entry.partition == partition and entry.coordinate is None
+        ]
+        log.error(
+            "trajectories/%d: offsets %d to %d are gone, nobody had read them; the %d groups of "
+            "the partition that were waited for are dropped as no_record",
+            partition, at, start - 1, len(running),
+        )  # fmt: skip
+        for group_id in running:
+            core.drop(group_id, "no_record")
+        core.passed(partition, start - 1)
+        self._reader.seek(partition, start)
+
+    def _read_again(self, entry: Entry, record: Coordinate) -> None:
+        at = f"trajectories/{record.partition}/{record.offset} ({record.group_id})"
         try:
-            return decode_group(data, record.crc)
+            found = self._reader.read_at(record.partition, record.offset)
+        except OffsetGone as error:
+            log.error("%s is gone, its group is dropped: %s", at, error)
+            self._core.drop(entry.group_id, "no_record")
+            return
+        try:
+            self._groups[entry.group_id] = decode_group(found.value, record.crc)
         except CorruptRecord as error:
-            raise LedgerBroken(
-                f"trajectories/{record.partition}/{record.offset} is not the record it was: {error}"
-            ) from error
+            log.error("%s is not the record it was, its group is dropped: %s", at, error)
+            self._core.drop(entry.group_id, "malformed")
+            self._dead_letter(found, error)
 
     def _take_in(self, record: Record) -> None:
         core, at = self._core, (record.partition, record.offset)
@@ -88,14 +116,24 @@ class Intake:
             core.closed(ended.group_id, ended.reason, at=at)
             return
         coordinate = Coordinate(*at, checksum(record.value), ended.group_id)
-        if not core.arrived(coordinate, ended.oldest, ended.newest, len(ended.trajectories)):
+        versions = {s.version for t in ended.trajectories for s in t.segments}
+        oldest = stalest(versions, core.version, core.lineage)
+        if not core.arrived(coordinate, oldest, ended.newest, len(ended.trajectories)):
             return
-        if (why := self._untrainable(ended)) is None:
+        why = self._impossible(ended) or self._untrainable(ended)
+        if why is None:
             self._groups[ended.group_id] = ended
             return
         log.warning("%s cannot be trained: %s", ended.group_id, why)
         core.drop(ended.group_id, "malformed")
         self._dead_letter(record, CorruptRecord(why))
+
+    def _impossible(self, group: Group) -> str | None:
+        """No engine can have been given a version that no step made yet."""
+        newest, made = group.newest, self._core.version
+        if newest is None or newest <= made:
+            return None
+        return f"tokens of version {newest}, the next step trains at {made}"
 
     def _dead_letter(self, record: Record, error: CorruptRecord | UnknownRecord) -> None:
         _, letter = unreadable(self._cluster, record, error)

@@ -3,7 +3,7 @@
 `FeedCore` has no clock, no I/O and no randomness: its state is a function of the state it started
 from and the calls made since. `snapshot()` is that state as a `FeedState`, for the checkpoint.
 Enter: announcements read from (or just written to) `policy`, terminals read from `trajectories`,
-manifests read from `steps`. Leave: announcements to write and closed steps.
+manifests and forks read from `steps`. Leave: announcements to write and closed steps.
 
 Its accounts (`trainer.accounts`) know each granted group; here is what the policy makes of them. It
 promises that folding `policy` and `steps` over an older snapshot (`recover`) gives every group the
@@ -20,10 +20,12 @@ import msgspec
 
 from connectors.records import (
     Announcement,
+    Begin,
     Coordinate,
     Manifest,
     Version,
 )
+from operators.staleness.lineage import lag
 from operators.staleness.types import (
     Announced,
     Arrived,
@@ -37,11 +39,13 @@ from operators.staleness.types import (
 )
 from trainer.accounts import DROP_REASON, Accounts, LedgerBroken
 from trainer.feed_state import ClosedStep, Entry, FeedState
+from trainer.step_log import Chain
 
 
 class FeedCore:
     """The ledger of one run. `accounts` say what each granted group came to; `committed` are those
-    of the step that fills, in the order the policy chose."""
+    of the step that fills, in the order the policy chose; `too_old` what it dropped when it was
+    last asked."""
 
     def __init__(
         self,
@@ -62,7 +66,9 @@ class FeedCore:
         self.epoch = state.epoch
         self.read = list(state.read)
         self.policy_offset = state.policy_offset
+        self.lineage = dict(state.lineage)
         self.committed: dict[str, None] = {}
+        self.too_old: tuple[str, ...] = ()
         self._unpublished = list(state.unpublished)
         self._policy_state = self._resume_policy(state)
 
@@ -196,6 +202,7 @@ class FeedCore:
     def choose(self) -> ClosedStep | None:
         """Commits what the policy chooses; the closed step once it is full."""
         choice = self.policy.choose(self._policy_state, self.ledger())
+        self.too_old = choice.drop
         for group_id in choice.drop:
             self.drop(group_id)
         for group_id in choice.commit:
@@ -250,6 +257,14 @@ class FeedCore:
             self._drop_recorded(group_id)
         self._open_next(manifest.version, len(manifest.records))
 
+    def apply_fork(self, begin: Begin) -> None:
+        """Folds a begin that forked the run: what it excludes is dropped, and the next step trains
+        in its incarnation, unless a later rollback gave that up: then it lies beyond all steps."""
+        for group_id in begin.excluded:
+            self.drop(group_id, "filtered")
+        if begin.fork is not None and begin.fork.number == self.version.number:
+            self.version = Version(begin.incarnation, self.version.number)
+
     def _drop_recorded(self, group_id: str) -> None:
         """A manifest lists a drop, so the next one need not."""
         if self.drop(group_id) or group_id in self.accounts.dropped:
@@ -279,7 +294,26 @@ class FeedCore:
             num_trained=counts.trained,
             num_closed=counts.closed,
             num_unpublished=sum(n for v, n in self._unpublished if at is None or v > at),
+            lineage=self.lineage,
         )
+
+    def num_infeasible(self) -> int:
+        """Open groups that will be older than the policy's bound when their step trains, even if
+        the oldest are always trained first and all of them come in time."""
+        if self.policy.bound is None:
+            return 0
+        left = sorted(
+            self.policy.bound - lag(self.version, entry.oldest, self.lineage)
+            for entry in self.accounts.open.values()
+            if entry.group_id not in self.committed
+        )
+        place, late = len(self.committed), 0
+        for steps in left:
+            if steps < place // self.batch_size:
+                late += 1
+            else:
+                place += 1
+        return late
 
     def snapshot(self) -> FeedState:
         """The state; only between steps (LedgerBroken while the open one is partly filled)."""
@@ -293,6 +327,7 @@ class FeedCore:
             read=tuple(self.read),
             policy_offset=self.policy_offset,
             unpublished=tuple(self._unpublished),
+            lineage=dict(self.lineage),
             policy_name=self.policy.name,
             policy=msgspec.to_builtins(self._policy_state),
             **self.accounts.fields(),
@@ -318,21 +353,35 @@ class FeedCore:
 
 
 def recover(
-    core: FeedCore,
-    announcements: Iterable[tuple[int, Announcement]],
-    manifests: Iterable[Manifest],
+    core: FeedCore, announcements: Iterable[tuple[int, Announcement]], chain: Chain
 ) -> None:
     """Brings `core`, built from a checkpoint's snapshot, up to the log: `announcements` are those
-    of `policy` from the snapshot's offset up to this trainer's `Begin`, `manifests` the chain after
-    the checkpoint. A manifest comes after every announcement of a version below its own: those
-    granted what it trains. Terminals are read again afterwards, from the snapshot's offsets."""
-    waiting = deque(manifests)
+    of `policy` from the snapshot's offset up to this trainer's `Begin`. A manifest comes after
+    every announcement of a version below its own: those granted what it trains. A fork comes after
+    every announcement of a lower epoch, whichever order the two topics were written in. What steps
+    that a rollback gave up had trained stays open. Terminals are read again afterwards, from the
+    snapshot's offsets."""
+    core.lineage.update(chain.lineage)
+    waiting = deque(chain.after(core.version))
     for offset, announcement in announcements:
-        while waiting and waiting[0].version <= announcement.version:
-            core.apply_manifest(waiting.popleft())
+        while waiting and _comes_before(waiting[0], announcement):
+            _apply(core, waiting.popleft())
         core.apply_announcement(offset, announcement)
-    for manifest in waiting:
-        core.apply_manifest(manifest)
+    for record in waiting:
+        _apply(core, record)
+
+
+def _comes_before(record: Begin | Manifest, announcement: Announcement) -> bool:
+    if isinstance(record, Begin):
+        return record.epoch is not None and record.epoch <= announcement.epoch
+    return record.version <= announcement.version
+
+
+def _apply(core: FeedCore, record: Begin | Manifest) -> None:
+    if isinstance(record, Begin):
+        core.apply_fork(record)
+    else:
+        core.apply_manifest(record)
 
 
 def _open_group(entry: Entry, group_size: int) -> OpenGroup:

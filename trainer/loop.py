@@ -2,7 +2,7 @@
 
     feed.take() ──▶ execute ──▶ manifest to `steps`, read back ──▶ publisher (background)
          ▲                                   │                          │ engines hold it
-         │                                   └──▶ checkpoint            ▼
+         │                                   └──▶ saver (background)    ▼
          └────────────────── grants on `policy` ◀── feed.published(version, digest)
 
 A step counts once its manifest is read back; only then are its weights published and checkpointed,
@@ -16,16 +16,20 @@ import logging
 import threading
 import time
 from contextlib import ExitStack, closing
-from typing import Final
+from dataclasses import replace
+from typing import Final, Protocol
 
 import msgspec
 
 from connectors.config import Config
+from connectors.kafka.client import Cluster
 from connectors.kafka.locate import cluster as locate
 from connectors.records import Manifest, Version
 from connectors.run_dir import RunDir
 from connectors.signals import stop_on_signals
-from trainer.checkpoint import CheckpointStore
+from connectors.weights import Snapshot
+from trainer.checkpoint import CheckpointStore, run_store
+from trainer.checkpoint_meta import CheckpointMeta
 from trainer.engine import TrainingEngine
 from trainer.execute import (
     Execution,
@@ -36,11 +40,14 @@ from trainer.execute import (
     untrainable,
 )
 from trainer.feed import Feed, StepInput
+from trainer.feed_state import FeedState
 from trainer.publish import Publisher
-from trainer.recovery import CheckpointMeta, Recovered, recover
+from trainer.recovery import Recovered, fold, max_group_size, recover
+from trainer.saving import Fence, Saver
 from trainer.staleness import configured_policy
-from trainer.step_log import StepLog
+from trainer.step_log import Chain, StepLog
 from trainer.tensorboard import Curves
+from trainer.trim import Trimmer
 
 log = logging.getLogger(__name__)
 
@@ -54,15 +61,17 @@ def train(config: Config, run_dir: RunDir, stop: threading.Event | None = None) 
     policy = configured_policy(config)
     stop = stop or stop_on_signals(threading.Event())
     cluster = locate(config, run_dir)
-    store = CheckpointStore(
-        config.checkpoint.url or run_dir.checkpoints, keep=config.checkpoint.keep
-    )
+    store = run_store(config, run_dir)
     store.clean()
     run_dir.register("trainer")
     with ExitStack() as open_parts:
         engine = open_parts.enter_context(closing(training_engine(config)))
         steps = open_parts.enter_context(closing(StepLog(cluster)))
         recovered = recover(config, cluster, engine, store, steps)
+        # Folded; the manifests of weeks need not stay in memory while it trains.
+        recovered = replace(
+            recovered, state=fold(config, cluster, policy, recovered), chain=Chain()
+        )
         log.info("epoch %d continues after step %d", recovered.epoch, recovered.step)
         feed = Feed(
             cluster,
@@ -70,8 +79,7 @@ def train(config: Config, run_dir: RunDir, stop: threading.Event | None = None) 
             state=recovered.state,
             epoch=recovered.epoch,
             batch_size=config.trainer.groups_per_step,
-            group_size=max(task.group_size for task in config.tasks.values()),
-            manifests=recovered.manifests,
+            group_size=max_group_size(config),
             untrainable=lambda group: untrainable(
                 group, config.trainer.advantage, engine.vocabulary_size
             ),
@@ -82,11 +90,65 @@ def train(config: Config, run_dir: RunDir, stop: threading.Event | None = None) 
             epoch=recovered.epoch,
             timeout_s=config.trainer.publish_timeout_s,
             on_published=lambda version, digest, seconds: feed.published(version, digest),
+            through=config.trainer.publish_through,
         )
         open_parts.callback(publisher.close)
+        run_loop(config, run_dir, cluster, engine, steps, recovered, feed, publisher, store, stop)
+
+
+class Steps(Protocol):
+    """Where steps come from."""
+
+    def take(self, timeout_s: float) -> StepInput | None:
+        """The next one; None when there is none within that time."""
+
+
+class Receiver(Protocol):
+    """Who gets the weights."""
+
+    @property
+    def last_seconds(self) -> float:
+        """That the last version took."""
+
+    def spare(self) -> Snapshot | None:
+        """Buffers for the next snapshot, None while there are none to reuse."""
+
+    def submit(
+        self, snapshot: Snapshot, version: Version, master_changed: bool | None = None
+    ) -> None:
+        """Makes it what is to be held; returns at once."""
+
+    def check(self) -> None:
+        """Raises what went wrong in the background."""
+
+    def wait_published(self, version: Version, timeout_s: float) -> bool:
+        """Whether it, or a newer one, is held in time."""
+
+
+def run_loop(
+    config: Config,
+    run_dir: RunDir,
+    cluster: Cluster,
+    engine: TrainingEngine,
+    steps: StepLog,
+    recovered: Recovered,
+    source: Steps,
+    receiver: Receiver,
+    store: CheckpointStore,
+    stop: threading.Event,
+) -> None:
+    """Trains from where `recovered` is, its state the ledger after that step, until the last step
+    or `stop`."""
+    with ExitStack() as open_parts:
         curves = open_parts.enter_context(closing(Curves(run_dir.tensorboard, recovered.step)))
-        loop = Loop(config, engine, steps, feed, publisher, store, curves, recovered)
-        loop.run(stop)
+        fence, trim = Fence(cluster, recovered.epoch), lambda: None
+        if config.checkpoint.trim_log:
+            keep, shadow = config.checkpoint.keep, config.trainer.source is not None
+            trimmer = Trimmer(cluster, store, keep, shadow=shadow)
+            trim = open_parts.enter_context(closing(trimmer)).wake
+        saver = Saver(store, engine, may_retire=fence.is_current, on_saved=trim)
+        open_parts.callback(saver.close)
+        Loop(config, engine, steps, source, receiver, saver, curves, recovered).run(stop)
 
 
 class Loop:
@@ -97,9 +159,9 @@ class Loop:
         config: Config,
         engine: TrainingEngine,
         steps: StepLog,
-        feed: Feed,
-        publisher: Publisher,
-        store: CheckpointStore,
+        feed: Steps,
+        publisher: Receiver,
+        saver: Saver,
         curves: Curves,
         recovered: Recovered,
     ) -> None:
@@ -108,17 +170,21 @@ class Loop:
         self._steps = steps
         self._feed = feed
         self._publisher = publisher
-        self._store = store
+        self._saver = saver
         self._curves = curves
         self._epoch = recovered.epoch
         self._step = recovered.step
         self._version = recovered.version
         self._digest = recovered.digest
-        self._unsaved: StepInput | None = None  # the last step, while no checkpoint holds it
+        # The ledger after the last step, while no checkpoint holds it.
+        self._unsaved = recovered.state if recovered.rebuilt else None
+        self._pause_s = 0.0  # of a checkpoint since the last manifest
 
     def run(self, stop: threading.Event) -> None:
         """Trains until the last step or `stop`; then the last step is checkpointed and, if an
         engine answers in time, published."""
+        if self._unsaved is not None:
+            self._checkpoint(self._unsaved)
         self._publisher.submit(self._engine.snapshot(), self._version)
         while self._step < self._config.trainer.num_steps and not stop.is_set():
             started = time.perf_counter()
@@ -127,12 +193,14 @@ class Loop:
                 self._train(taken, time.perf_counter() - started)
         if self._unsaved is not None:
             self._checkpoint(self._unsaved)
+        self._saver.wait()
         if not stop.is_set():
             self._publisher.wait_published(self._version, self._config.trainer.publish_timeout_s)
 
     def _wait_for_step(self, stop: threading.Event) -> StepInput | None:
         while not stop.is_set():
             self._publisher.check()
+            self._saver.check()
             if (taken := self._feed.take(TAKE_S)) is not None:
                 return taken
         return None
@@ -146,7 +214,9 @@ class Loop:
             )
         seed = step_seed(config.run.seed, taken.step)
         done = execute(self._engine, taken.groups, config.trainer, seed)
+        trained_at = time.perf_counter()
         snapshot = self._engine.snapshot(into=self._publisher.spare())
+        snapshot_s = time.perf_counter() - trained_at
         version = Version(self._version.incarnation, taken.step)
         manifest = Manifest(
             step=taken.step,
@@ -161,24 +231,32 @@ class Loop:
             dropped=taken.dropped,
             environment=self._engine.environment(),
             settings=settings(config.trainer, config.sampling.temperature),
-            metrics=self._metrics(taken, done, waited_s),
-            staleness=staleness(taken.groups, taken.version),
+            metrics=self._metrics(taken, done, waited_s, snapshot_s),
+            staleness=staleness(taken.groups, taken.version, taken.snapshot.lineage),
             finished_at=time.time(),
         )
+        self._pause_s = 0.0
         self._steps.append(manifest)
         if done.skipped is not None:
             log.warning("step %d changed nothing: %s", taken.step, done.skipped)
         self._step, self._version, self._digest = taken.step, version, snapshot.digest
         self._publisher.submit(snapshot, version, master_changed=done.master_changed)
         self._curves.write(manifest)
-        self._unsaved = taken
+        self._unsaved = taken.snapshot
         if taken.step % config.checkpoint.every_steps == 0:
-            self._checkpoint(taken)
+            self._checkpoint(taken.snapshot)
 
-    def _metrics(self, taken: StepInput, done: Execution, waited_s: float) -> dict[str, float]:
+    def _metrics(
+        self, taken: StepInput, done: Execution, waited_s: float, snapshot_s: float
+    ) -> dict[str, float]:
+        """A checkpoint's pause is in the metrics of the step after it, the time its writing took
+        beside training in those of the steps after that."""
         return {
             **done.metrics,
             "seconds/wait": waited_s,
+            "seconds/snapshot": snapshot_s,
+            "seconds/checkpoint": self._pause_s,
+            "seconds/checkpoint_write": self._saver.write_s,
             "seconds/publish": self._publisher.last_seconds,
             "groups": float(len(taken.groups)),
             "tokens/generated": float(
@@ -191,15 +269,16 @@ class Loop:
             ),
         }
 
-    def _checkpoint(self, taken: StepInput) -> None:
+    def _checkpoint(self, state: FeedState) -> None:
         meta = CheckpointMeta(
             step=self._step,
             version=self._version,
             digest=self._digest,
             epoch=self._epoch,
-            feed=taken.snapshot,
+            feed=state,
         )
-        self._store.save(self._step, self._engine.save, msgspec.json.encode(meta))
+        self._saver.save(self._step, msgspec.json.encode(meta))
+        self._pause_s = self._saver.pause_s
         self._unsaved = None
 
 

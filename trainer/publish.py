@@ -18,14 +18,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from connectors.records import Version
 from connectors.weights import (
     Ack,
     EngineWatch,
     EpochRefused,
+    Peer,
     Snapshot,
+    Through,
     WeightsError,
     WeightsSender,
 )
@@ -75,7 +77,7 @@ class Publisher:
         epoch: int,
         timeout_s: float,
         on_published: OnPublished,
-        backend: Literal["gloo", "nccl"] = "gloo",
+        through: Through = "auto",
         poll_s: float = 0.5,
     ) -> None:
         self.latencies: deque[float] = deque(maxlen=NUM_LATENCIES)
@@ -84,11 +86,11 @@ class Publisher:
         self._epoch = epoch
         self._on_published = on_published
         self._poll_s = poll_s
-        self._sender = WeightsSender(timeout_s, backend)
+        self._sender = WeightsSender(timeout_s, through, self._reachable)
         self._changed = threading.Condition()  # guards what follows
         self._waiting: _Submitted | None = None
         self._current: _Submitted | None = None
-        self._free: Snapshot | None = None
+        self._free: list[Snapshot] = []  # overtaken; an engine may still read one
         self._last_digest = ""
         self._published: Version | None = None
         self._error: Exception | None = None
@@ -96,7 +98,9 @@ class Publisher:
         self._closing = False
         # The publishing thread's own:
         self._held: dict[str, _Held] = {}  # engines that can be reached
+        self._peers: dict[str, Peer] = {}
         self._told: dict[str, float] = {}  # when each was last sent something, monotonic
+        self._alone_until = 0.0  # when there was last no engine to be reached, monotonic
         self._announced: _Submitted | None = None
         self._watch = EngineWatch(self._tell, poll_s)
         self._thread = threading.Thread(target=self._run, daemon=True, name="publisher")
@@ -106,13 +110,15 @@ class Publisher:
     def spare(self) -> Snapshot | None:
         """Buffers to take the next snapshot into, or None while there are none to reuse: those of
         an older version, or of the one still waiting, which is then withdrawn. So two snapshots are
-        all there ever are, and the one the engines get is never written to."""
+        all there are, and the one the engines get is never written to; but for each engine that
+        stopped while it read an older one, that one is kept as well."""
         with self._changed:
             waiting, self._waiting = self._waiting, None
-            if waiting is not None and not self._is_current(waiting.snapshot):
-                return waiting.snapshot
-            free, self._free = self._free, None
-            return free
+            if waiting is not None:
+                self._retire(waiting.snapshot)
+            unread = [snapshot for snapshot in self._free if _unread(snapshot)]
+            self._free = [snapshot for snapshot in self._free if snapshot not in unread]
+            return unread[-1] if unread else None
 
     def submit(
         self, snapshot: Snapshot, version: Version, master_changed: bool | None = None
@@ -157,7 +163,8 @@ class Publisher:
 
     @property
     def last_seconds(self) -> float:
-        """From submit to on_published, of the last published version; 0 before the first."""
+        """From submit to on_published, of the last published version; 0 before the first. Time in
+        which no engine could be reached does not count."""
         return self.latencies[-1] if self.latencies else 0.0
 
     def close(self) -> None:
@@ -171,7 +178,7 @@ class Publisher:
 
     def _retire(self, snapshot: Snapshot) -> None:
         if not self._is_current(snapshot):
-            self._free = snapshot
+            self._free.append(snapshot)
 
     def _is_current(self, snapshot: Snapshot) -> bool:
         return self._current is not None and self._current.snapshot is snapshot
@@ -212,6 +219,8 @@ class Publisher:
         """One look at the engines, and one attempt at each that holds something else."""
         self._watch.follow(self._discover())
         self._look()
+        if not self._held:
+            self._alone_until = time.monotonic()
         current, epoch = self._current, self._epoch
         if current is None:
             self._fence([url for url, held in self._held.items() if held.epoch < epoch])
@@ -224,7 +233,8 @@ class Publisher:
         if equal:
             self._note(self._sender.relabel(version, digest, epoch, equal))
         if other:
-            self._note(self._sender.publish(current.snapshot, version, epoch, other))
+            peers = [self._peers[url] for url in other]
+            self._note(self._sender.publish(current.snapshot, version, epoch, peers))
         holders = [url for url, held in self._held.items() if held == wanted]
         for url in holders:
             self.failures.pop(url, None)
@@ -235,7 +245,7 @@ class Publisher:
         """Takes over what engines said. An answer asked for before the engine was last told
         something is passed over: one that failed is tried again after its next answer."""
         all_seen = self._watch.seen()
-        known: tuple[dict[str, Any], ...] = (self._held, self._told, self.failures)
+        known: tuple[dict[str, Any], ...] = (self._held, self._peers, self._told, self.failures)
         for about in known:
             for url in about.keys() - all_seen.keys():
                 del about[url]
@@ -249,7 +259,14 @@ class Publisher:
                 raise EpochRefused(
                     f"{url} follows a trainer of epoch {seen.state.epoch}, this is {self._epoch}"
                 )
-            self._held[url] = _Held(seen.state.version, seen.state.digest, seen.state.epoch)
+            state = seen.state
+            self._held[url] = _Held(state.version, state.digest, state.epoch)
+            self._peers[url] = Peer(url, state.host, state.device, state.num_ranks)
+
+    def _reachable(self, url: str) -> bool:
+        """Whether the engine told its state when it was last asked."""
+        seen = self._watch.seen().get(url)
+        return seen is not None and seen.state is not None
 
     def _fence(self, urls: Sequence[str]) -> None:
         for url, error in self._sender.fence(self._epoch, urls).items():
@@ -276,10 +293,15 @@ class Publisher:
         self.failures[url] = str(error)
 
     def _announce(self, current: _Submitted) -> None:
-        seconds = time.monotonic() - current.at
+        seconds = time.monotonic() - max(current.at, self._alone_until)
         self._on_published(current.version, current.snapshot.digest, seconds)
         self._announced = current
         self.latencies.append(seconds)
         with self._changed:
             self._published = current.version
             self._changed.notify_all()
+
+
+def _unread(snapshot: Snapshot) -> bool:
+    """Whether no process reads it; then none will before it is submitted again."""
+    return snapshot.segment is None or snapshot.segment.reserve()

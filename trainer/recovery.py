@@ -1,67 +1,63 @@
 """From a checkpoint and the log to the state the run was in: load the snapshot, open an epoch,
 execute again what the log says was trained after it.
 
-    newest whole checkpoint ──▶ engine, FeedState
+    newest whole checkpoint on the chain ──▶ engine, FeedState
     Begin in `steps` and `policy` ──▶ epoch: older trainers are fenced
     manifests after the checkpoint ──▶ executed again, each digest compared
+    `policy`, manifests and forks ──▶ folded into the FeedState (`fold`)
 
-The feed folds the same manifests into its ledger itself (`trainer.feed`).
+Where the environment is another one and gives other bits, the weights it came to are a `rebuild`:
+a second Begin opens an incarnation that goes on from them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from connectors.arrow import CorruptRecord, decode_group
 from connectors.config import Config
-from connectors.kafka.client import Cluster, OffsetGone, Reader
-from connectors.records import Coordinate, Group, Manifest, Version
+from connectors.kafka.client import Cluster, Reader
+from connectors.kafka.tail import PolicyTail
+from connectors.records import Announcement, Fork, Manifest, Version
+from operators.staleness.types import StalenessPolicy
+from trainer.accounts import LedgerBroken
 from trainer.checkpoint import CheckpointStore, CorruptCheckpoint
+from trainer.checkpoint_meta import CheckpointMeta, kept_on_chain
 from trainer.engine import TrainingEngine
-from trainer.execute import Execution, execute, recorded
 from trainer.feed_state import FeedState, fresh
-from trainer.step_log import StepLog
+from trainer.ledger import FeedCore
+from trainer.ledger import recover as fold_ledger
+from trainer.reexecute import ReexecutionDiffers, reexecute
+from trainer.step_log import Chain, ChainBroken, Fenced, StepLog
 
 log = logging.getLogger(__name__)
 
 
-class ReexecutionDiffers(RuntimeError):
-    """A step executed again gave other weights than the log says. `record` names the first record
-    that is not the one that was trained, None when the records are the same and the machine is
-    not."""
-
-    def __init__(self, message: str, step: int, record: Coordinate | None = None) -> None:
-        super().__init__(message)
-        self.step = step
-        self.record = record
-
-
-class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint holds beside the engine's files."""
-
-    step: int
-    version: Version
-    digest: str
-    epoch: int
-    feed: FeedState
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovered:
-    """`state` and `manifests` are the feed's; `version` and `digest` what the engine holds now."""
+    """`state` is the checkpoint's ledger, to be brought up to `chain` (`fold`); `version` and
+    `digest` are what the engine holds, after `step`. `rebuilt`: those are weights that no
+    checkpoint holds."""
 
     epoch: int
     step: int
     version: Version
     digest: str
     state: FeedState
-    manifests: Sequence[Manifest]
+    chain: Chain
+    rebuilt: bool = False
+
+    @property
+    def manifests(self) -> list[Manifest]:
+        """Of the steps after `state`."""
+        return [m for m in self.chain.manifests if m.step > self.state.version.number]
 
 
 def recover(
@@ -73,89 +69,167 @@ def recover(
     on_step: Callable[[Manifest], None] = lambda manifest: None,
 ) -> Recovered:
     """Opens this trainer's epoch and brings `engine` to the last step on the chain.
-    ReexecutionDiffers when a step gives other weights than it did."""
-    before = {m.step: m for m in steps.manifests()}
-    meta = load_newest(store, engine, before)
-    state = meta.feed if meta else _first_state(config, cluster)
-    step = meta.step if meta else 0
-    epoch = steps.begin(step)
-    manifests = steps.manifests(after_step=step)
-    if manifests:
-        log.info("executing steps %d to %d again", manifests[0].step, manifests[-1].step)
-    for manifest, _ in reexecute(config, cluster, engine, manifests):
-        on_step(manifest)
+    ReexecutionDiffers when a step gives other weights than it did in an equal environment, or its
+    records are not those it trained."""
+    found = _newest(store, steps.chain())
+    _check_log(store, steps.chain())
+    epoch = steps.begin(found.meta.step if found else 0)
+    while found is not None and not found.meta.counts(steps.chain()):  # rolled back meanwhile
+        found = _newest(store, steps.chain())
+        epoch = steps.begin(found.meta.step if found else 0)
+    chain = steps.chain()
+    if found is not None:
+        engine.load(found.folder)
+        log.info("loaded the checkpoint of step %d", found.meta.step)
+    start = found.meta.step if found else 0
+    _check_start(engine, chain, start)
+    _execute_again(config, cluster, engine, chain, start, on_step)
+    digest = engine.digest()
+    rebuilt = chain.step > start and digest != chain.digest_at(chain.step)
+    if rebuilt:
+        fork = Fork(parent=chain.incarnation, number=chain.step, reason="rebuild")
+        epoch = steps.begin(start, fork, digest)
+        chain = steps.chain()
+        log.warning(
+            "rebuild: here step %d ends at %s; incarnation %d goes on from it",
+            chain.step, digest, chain.incarnation,
+        )  # fmt: skip
+    store.pass_over(set(store.steps()) - {meta.step for meta in kept_on_chain(store, chain)})
     return Recovered(
         epoch=epoch,
-        step=manifests[-1].step if manifests else step,
-        version=manifests[-1].version if manifests else state.version,
-        digest=engine.digest(),
-        state=state,
-        manifests=manifests,
+        step=chain.step,
+        version=chain.version,
+        digest=digest,
+        state=found.meta.feed if found else _first_state(config, cluster),
+        chain=chain,
+        rebuilt=rebuilt,
     )
 
 
+def fold(
+    config: Config,
+    cluster: Cluster,
+    policy: StalenessPolicy[Any],
+    recovered: Recovered,
+) -> FeedState:
+    """The ledger brought up to the log: everything before this trainer's Begin in `policy`, and the
+    chain after the checkpoint. An alarm in the log if the result breaks the policy's bound already.
+    Fenced when a newer trainer began."""
+    epoch = recovered.epoch
+    core = FeedCore(
+        policy,
+        recovered.state,
+        prompts_topic=cluster.topic("prompts"),
+        batch_size=config.trainer.groups_per_step,
+        group_size=max_group_size(config),
+    )
+    announcements: list[tuple[int, Announcement]] = []
+    with closing(PolicyTail(cluster, offset=core.policy_offset, epoch=core.epoch)) as tail:
+        end = tail.end()
+        while tail.epoch < epoch:
+            if tail.position >= end:
+                raise LedgerBroken(f"policy holds no begin of epoch {epoch}")
+            announcements += tail.poll(0.5)
+        if tail.epoch > epoch:
+            raise Fenced(f"a newer trainer began epoch {tail.epoch}; epoch {epoch} is fenced")
+    fold_ledger(core, announcements, recovered.chain)
+    if late := core.num_infeasible():
+        log.error(
+            "ALARM: %d of %d open groups will be older than the bound of %s steps when they could "
+            "be trained (after a rollback or a lowered bound): they will be dropped as stale",
+            late, len(core.accounts.open), policy.bound,
+        )  # fmt: skip
+    return core.snapshot()
+
+
+def max_group_size(config: Config) -> int:
+    """Of all tasks."""
+    return max(task.group_size for task in config.tasks.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    folder: Path
+    meta: CheckpointMeta
+
+
 def load_newest(
-    store: CheckpointStore,
-    engine: TrainingEngine,
-    chain: Mapping[int, Manifest],
-    at_most: int | None = None,
+    store: CheckpointStore, engine: TrainingEngine, chain: Chain, at_most: int | None = None
 ) -> CheckpointMeta | None:
     """Loads the newest whole checkpoint whose step is on the chain with the same digest, not after
     step `at_most`; None leaves the engine as it was built (the state before step 1)."""
+    found = _newest(store, chain, at_most)
+    if found is None:
+        return None
+    engine.load(found.folder)
+    return found.meta
+
+
+def _newest(store: CheckpointStore, chain: Chain, at_most: int | None = None) -> _Found | None:
     for step in reversed(store.steps()):
         if at_most is not None and step > at_most:
             continue
         try:
-            folder, data = store.read(step)
-        except CorruptCheckpoint as error:
-            log.warning("checkpoint passed over: %s", error)
-            continue
-        meta = msgspec.json.decode(data, type=CheckpointMeta)
-        if step not in chain or chain[step].digest != meta.digest:
+            meta = msgspec.json.decode(store.meta(step), type=CheckpointMeta)
+            if meta.counts(chain):
+                return _Found(store.read(step)[0], meta)
             log.warning("the checkpoint of step %d is not on the chain: passed over", step)
-            continue
-        engine.load(folder)
-        log.info("loaded the checkpoint of step %d", step)
-        return meta
+        except (CorruptCheckpoint, msgspec.DecodeError) as error:
+            log.warning("the checkpoint of step %d is passed over: %s", step, error)
     return None
 
 
-def reexecute(
-    config: Config, cluster: Cluster, engine: TrainingEngine, manifests: Iterable[Manifest]
-) -> Iterator[tuple[Manifest, Execution]]:
-    """Executes each manifest on `engine`, yielding it once its digest is the log's.
-    ReexecutionDiffers at the first that is not."""
-    topic = cluster.topic("trajectories")
-    with closing(Reader(cluster, topic, {})) as reader:
-        for manifest in manifests:
-            groups = read_groups(reader, manifest)
-            trainer = recorded(config.trainer, manifest)
-            done = execute(engine, groups, trainer, manifest.seed, manifest.micro_batches)
-            if (digest := engine.digest()) != manifest.digest:
-                raise ReexecutionDiffers(
-                    f"step {manifest.step} executed again gives the digest {digest}; the log says "
-                    f"{manifest.digest}{_difference(manifest, engine.environment())}",
-                    manifest.step,
-                )
-            yield manifest, done
+def _check_log(store: CheckpointStore, chain: Chain) -> None:
+    """A log that never held a step has no checkpoints."""
+    if not chain.manifests and not chain.given_up and not chain.forks and (saved := store.steps()):
+        raise ChainBroken(
+            f"`steps` holds no step, but {store.url} the checkpoint of step {saved[-1]}: the log "
+            "is not the one it was written with (put the log back; or, for another run, choose "
+            "another checkpoint.url)"
+        )
 
 
-def read_groups(reader: Reader, manifest: Manifest) -> list[Group]:
-    """The groups a manifest trained, in its order. ReexecutionDiffers naming the first record that
-    is gone or is not the one that was trained."""
-    groups = []
-    for record in manifest.records:
-        where = f"trajectories/{record.partition}/{record.offset} ({record.group_id})"
-        try:
-            data = reader.read_at(record.partition, record.offset).value
-            groups.append(decode_group(data, record.crc))
-        except (OffsetGone, CorruptRecord) as error:
-            raise ReexecutionDiffers(
-                f"step {manifest.step} cannot be executed again: {where}: {error}",
-                manifest.step,
-                record,
-            ) from error
-    return groups
+def _check_start(engine: TrainingEngine, chain: Chain, start: int) -> None:
+    """What is executed again, or trained next, must start from the weights that it was trained
+    from."""
+    first = chain.manifests[0].step if chain.manifests else chain.step + 1
+    if first > start + 1:
+        raise ReexecutionDiffers(
+            f"no whole checkpoint of step {first - 1} or later is on the chain, and `steps` holds "
+            f"none before step {first}: nothing leads to step {chain.step} (put a checkpoint back, "
+            "or start another run)",
+            first,
+        )
+    said, here = chain.digest_at(start), engine.digest()
+    if said is not None and said != here:
+        what = f"the checkpoint of step {start}" if start else "the initial model (model.path)"
+        raise ReexecutionDiffers(
+            f"{what} has the digest {here}, the run went on from {said}: it is not the run's",
+            start + 1,
+        )
+
+
+def _execute_again(
+    config: Config,
+    cluster: Cluster,
+    engine: TrainingEngine,
+    chain: Chain,
+    start: int,
+    on_step: Callable[[Manifest], None],
+) -> None:
+    manifests = [m for m in chain.manifests if m.step > start]
+    if manifests:
+        log.info("executing steps %d to %d again", manifests[0].step, manifests[-1].step)
+    try:
+        again = reexecute(config, cluster, engine, manifests, chain.rebuilt, elsewhere=True)
+        for manifest, _ in again:
+            on_step(manifest)
+    except ReexecutionDiffers as error:
+        raise ReexecutionDiffers(
+            f"{error}; `headwater rollback RUN --to {error.step - 1}` goes on from before it",
+            error.step,
+            error.record,
+        ) from error
 
 
 def _first_state(config: Config, cluster: Cluster) -> FeedState:
@@ -163,13 +237,6 @@ def _first_state(config: Config, cluster: Cluster) -> FeedState:
     offsets = dict.fromkeys(range(partitions), 0)
     with closing(Reader(cluster, cluster.topic("prompts"), offsets)) as reader:
         starts = reader.starts()
-    return fresh(partitions, starts=[starts[p] for p in range(partitions)])
-
-
-def _difference(manifest: Manifest, now: Mapping[str, Any]) -> str:
-    differ = [
-        f"{key} {then} then, {now.get(key)} now"
-        for key, then in manifest.environment.items()
-        if now.get(key) != then
-    ]
-    return f" (the environment differs: {'; '.join(differ)})" if differ else ""
+    first = fresh(partitions, starts=[starts[p] for p in range(partitions)])
+    shadowed = config.trainer.source
+    return first if shadowed is None else replace(first, read=tuple(shadowed.starts))

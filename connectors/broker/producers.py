@@ -17,7 +17,7 @@ from connectors.broker.batch import SEQUENCE_MASK, BatchHeader
 from connectors.broker.errors import ErrorCode, Refused
 
 REMEMBERED_BATCHES = 5  # the most that an idempotent producer may have in flight
-REMEMBERED_PRODUCERS = 10_000  # beyond, those that were silent longest are forgotten
+REMEMBERED_PRODUCERS = 1000  # 1.4 KB each; beyond, those silent longest are forgotten
 
 
 class _Written(NamedTuple):

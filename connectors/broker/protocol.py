@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from connectors.broker.security import Session
 from connectors.broker.segment import FileRange
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class RequestHeader(NamedTuple):
     api_key: int
     version: int
     correlation_id: int
+    client_id: str
     rest: int
     """Position behind the client id."""
 
@@ -41,7 +43,9 @@ def parse_request_header(frame: bytes) -> RequestHeader:
         api_key, version, correlation_id, client_id_bytes = _HEADER.unpack_from(frame)
     except struct.error as error:
         raise MalformedRequest("a request shorter than its header") from error
-    return RequestHeader(api_key, version, correlation_id, _HEADER.size + max(client_id_bytes, 0))
+    rest = _HEADER.size + max(client_id_bytes, 0)
+    client_id = frame[_HEADER.size : rest].decode(errors="replace")
+    return RequestHeader(api_key, version, correlation_id, client_id, rest)
 
 
 def after_tags(frame: bytes, position: int) -> int:
@@ -71,10 +75,14 @@ class Call:
     """What an API function knows besides the request's body."""
 
     broker: Broker
+    session: Session
     version: int
     host: str
     """The address under which the client reached the broker."""
     port: int
+    client_id: str
+    """As the client names itself."""
+    client_host: str
 
 
 class Api(NamedTuple):

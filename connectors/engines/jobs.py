@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from connectors.engines.sampling import Sequence
+from connectors.engines.sequence import Sequence
 from connectors.engines.types import Completion, GenerateRequest
 from connectors.records import Version
 

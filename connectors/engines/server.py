@@ -1,9 +1,9 @@
-"""The `hf` engine as a process: its HTTP interface and its role entry point.
+"""An engine as a process: its HTTP interface and its role entry point.
 
     POST /generate   GenerateRequest -> [Completion]         GET /state    EngineState
     POST /attach     {request_id}    -> [Completion] | null  GET /health   200 unless it is dying
     POST /cancel     {request_id}    -> [Completion]         GET /metrics  Prometheus text
-    POST /weights/join | update | relabel | fence            see connectors.weights.wire
+    POST /weights/join | update | load | relabel | fence     see connectors.weights.wire
 
 Errors are {error, kind}: 400 "refused" never succeeds, 500 "error" may be sent again, 503
 "unavailable" is no verdict on the request.
@@ -12,7 +12,7 @@ Errors are {error, kind}: 400 "refused" never succeeds, 500 "error" may be sent 
 from __future__ import annotations
 
 import asyncio
-import os
+import logging
 import signal
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -21,13 +21,11 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from pydantic import ValidationError
 
-from connectors.config import Config, ConfigError
-from connectors.engines.decoder import Decoder, DecoderOptions, load_model
-from connectors.engines.hf import HfEngine
+from connectors.config import Config
+from connectors.engines.engine import DecodingEngine
 from connectors.engines.metrics import EngineMetrics
-from connectors.engines.swap import WeightSwap
+from connectors.engines.parts import Decoder, Weights
 from connectors.engines.types import (
     EngineError,
     EngineStartError,
@@ -35,16 +33,18 @@ from connectors.engines.types import (
     GenerateRequest,
     RequestRefused,
 )
-from connectors.engines.wire import ErrorBody, RequestId
+from connectors.engines.wire import ErrorBody, RequestId, decoded
 from connectors.run_dir import RunDir
 from connectors.weights import (
     FenceRequest,
     JoinRequest,
+    LoadRequest,
     RelabelRequest,
     UpdateRequest,
     WeightsError,
-    WeightsReceiver,
 )
+
+log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
 CLOSE_S = 2.0  # how long requests get to write their last answer at the end
@@ -56,13 +56,13 @@ Reply = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class EngineServer:
     """The engine's parts and the routes over them."""
 
-    def __init__(self, decoder: Decoder, receiver: WeightsReceiver, *, max_running: int) -> None:
+    def __init__(self, decoder: Decoder, weights: Weights, *, max_running: int) -> None:
         self._decoder = decoder
-        self._swap = swap = WeightSwap(decoder, receiver)
-        self._engine = engine = HfEngine(decoder, swap, max_running=max_running)
+        self._weights = weights
+        self._engine = engine = DecodingEngine(decoder, weights, max_running=max_running)
         self._registry = CollectorRegistry()
         self._registry.register(
-            EngineMetrics(engine.state_now, swap.update_durations, swap.pause_durations)
+            EngineMetrics(engine.state_now, weights.update_durations, weights.pause_durations)
         )
 
     def start(self, on_fatal: Callable[[str], None]) -> None:
@@ -71,7 +71,7 @@ class EngineServer:
 
     def close(self) -> None:
         self._engine.close()
-        self._swap.close()
+        self._weights.close()
         self._decoder.stop()
 
     @property
@@ -91,10 +91,11 @@ class EngineServer:
                 web.get("/state", self.state),
                 web.get("/health", self.health),
                 web.get("/metrics", self.metrics),
-                web.post("/weights/join", self._weights(JoinRequest, self._swap.join)),
-                web.post("/weights/update", self._weights(UpdateRequest, self._swap.update)),
-                web.post("/weights/relabel", self._weights(RelabelRequest, self._swap.relabel)),
-                web.post("/weights/fence", self._weights(FenceRequest, self._swap.fence)),
+                web.post("/weights/join", self._takes(JoinRequest, self._weights.join)),
+                web.post("/weights/update", self._takes(UpdateRequest, self._weights.update)),
+                web.post("/weights/load", self._takes(LoadRequest, self._weights.load)),
+                web.post("/weights/relabel", self._takes(RelabelRequest, self._weights.relabel)),
+                web.post("/weights/fence", self._takes(FenceRequest, self._weights.fence)),
             ]
         )
         return app
@@ -122,7 +123,7 @@ class EngineServer:
         text = generate_latest(self._registry)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    def _weights(self, kind: type[B], work: Callable[[B], Any]) -> Reply:
+    def _takes(self, kind: type[B], work: Callable[[B], Any]) -> Reply:
         """A blocking weights operation, beside the loop."""
 
         async def reply(request: web.Request) -> web.Response:
@@ -135,10 +136,12 @@ class EngineServer:
 
 
 async def _body(request: web.Request, kind: type[B]) -> B:
+    data = await request.read()
     try:
-        return msgspec.json.decode(await request.read(), type=kind)
-    except msgspec.MsgspecError as error:
+        body: B = decoded(data, kind)
+    except ValueError as error:
         raise RequestRefused(f"the body is no {kind.__name__}: {error}") from error
+    return body
 
 
 def _json(value: object, status: int = 200) -> web.Response:
@@ -159,48 +162,30 @@ async def _errors(request: web.Request, handler: Reply) -> web.StreamResponse:
         return _json(ErrorBody(error=str(error), kind="error"), 500)
     except WeightsError as error:
         return web.Response(body=error.body(), status=error.status, content_type="application/json")
+    except web.HTTPException:
+        raise
+    except Exception as error:  # a fault of ours: whoever asked gets an answer it can read
+        log.exception("%s failed", request.path)
+        return _json(ErrorBody(error=f"{type(error).__name__}: {error}"), 500)
 
 
 def serve_engine(config: Config, run_dir: RunDir, name: str, port: int = 0) -> None:
     """Serves `config.model.path` until SIGTERM or SIGINT; registers `name` in `run_dir` once it
     listens (loopback; port 0 takes a free one). EngineStartError when it cannot start, ConfigError
     for wrong `engine.options`, RuntimeError when the decoder dies."""
-    options = _options(config)
-    os.environ.setdefault("OMP_NUM_THREADS", str(options.num_threads))
-    import torch
-
-    torch.set_num_threads(options.num_threads)
-    device = "cuda" if config.engine.num_gpus > 0 and torch.cuda.is_available() else "cpu"
-    model = load_model(config.resolve(config.model.path), config.model.dtype, device)
-    decoder = Decoder(
-        model,
-        max_running=config.engine.max_running,
-        context_tokens=_context_tokens(config, model),
-        options=options,
-    )
-    receiver = WeightsReceiver(dict(model.named_parameters()))
-    server = EngineServer(decoder, receiver, max_running=config.engine.max_running)
+    decoder, weights = _parts(config)
+    server = EngineServer(decoder, weights, max_running=config.engine.max_running)
     asyncio.run(_serve(server, run_dir, name, port))
 
 
-def _options(config: Config) -> DecoderOptions:
-    try:
-        return DecoderOptions(**config.engine.options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        known = ", ".join(DecoderOptions.model_fields)
-        raise ConfigError(
-            f"engine.options.{where}: {first['msg'].lower()}, got {first['input']!r}; "
-            f"known here: {known}"
-        ) from error
+def _parts(config: Config) -> tuple[Decoder, Weights]:
+    if config.engine.kind == "vllm":
+        from connectors.engines.vllm import build as build_vllm
 
+        return build_vllm(config)
+    from connectors.engines.hf import build as build_hf
 
-def _context_tokens(config: Config, model: Any) -> int:
-    """What the configuration says, or less where the model has fewer positions."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    wanted = config.model.context_tokens
-    return wanted if limit is None else min(wanted, int(limit))
+    return build_hf(config)
 
 
 async def _serve(server: EngineServer, run_dir: RunDir, name: str, port: int) -> None:

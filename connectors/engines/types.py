@@ -24,7 +24,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`request_id` includes a digest of the input ids, so a re-sent request attaches only to its
     own work. Nothing is generated below `min_version`; after `deadline_s` the partials come back as
-    `cancelled`."""
+    `cancelled`. Requests of one `session` share a prefix: they gain from the same engine's
+    cache."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -32,6 +33,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     min_version: Version | None = None
     deadline_s: float | None = None
+    session: str = ""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +57,9 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     num_queued: int
     kv_use: float  # share of the KV cache in use, 0 to 1
     num_tokens: int = 0  # generated since the start
+    host: str = ""  # see connectors.engines.host
+    device: str = "cpu"  # torch's name of its kind
+    num_ranks: int = 1  # processes that each take the weights
     info: dict[str, Any] = {}
 
 

@@ -20,6 +20,8 @@ from kafka import TopicPartition
 from kafka import errors as kafka_errors
 
 from connectors.config import ConfigError
+from connectors.kafka import connections
+from connectors.kafka.knock import Away, Refuses, knock
 
 T = TypeVar("T")
 
@@ -33,6 +35,8 @@ FETCH_WAIT_MS = 500
 """Long poll. A seek waits for the poll under way, so this is also what a seek may cost."""
 FRAME_SLACK_BYTES = 1 << 20
 """Headers of a response around its record batches."""
+ANSWER_S = 3.0
+"""For a broker that is up to say whether it serves us; a refusal takes it half a second."""
 POINT_READ_TRIES = 5
 """Empty answers after which a point read asks whether its offset is in the log at all."""
 
@@ -60,12 +64,12 @@ class RecordTooLarge(KafkaFailure):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """How to reach the log. `namespace` prefixes each topic: topic("prompts") is
-    "headwater.prompts". `security` holds kafka-python's security_*, sasl_* and ssl_* settings."""
+    "headwater.prompts". `security` is as `connectors.kafka.security` gives it."""
 
     bootstrap_servers: str
     namespace: str = "headwater."
     max_message_bytes: int = 64 << 20
-    security: Mapping[str, str] = field(default_factory=dict)
+    security: Mapping[str, Any] = field(default_factory=dict, repr=False)  # has the password
     unavailable_s: float = 60.0
 
     def topic(self, name: str) -> str:
@@ -95,7 +99,7 @@ class Producer:
 
     After an error from `flush` the producer is finished: nothing is in flight, but what failed
     may still have been written when only the answer was lost. Read the log back, then take a new
-    one."""
+    one, as every role does that ends and is started again."""
 
     def __init__(self, cluster: Cluster, *, compression: str | None = "zstd") -> None:
         self._cluster = cluster
@@ -264,6 +268,20 @@ class Reader:
     def starts(self) -> dict[int, int]:
         return self._offsets(list(self._partitions), end=False)
 
+    def offsets_at(self, timestamp_ms: int) -> dict[int, int]:
+        """Each partition's first offset whose record has that time or a later one; its end offset
+        where there is none."""
+        wanted = dict.fromkeys(self._partitions.values(), timestamp_ms)
+        found = ride_out(
+            self._cluster,
+            f"offsets of {self._topic}",
+            lambda ms: self._consumer.offsets_for_times(wanted, timeout_ms=ms),
+        )
+        ends = self.ends()
+        return {
+            w.partition: ends[w.partition] if at is None else at.offset for w, at in found.items()
+        }
+
     def close(self) -> None:
         for consumer in (self._consumer, self._points):
             if consumer is not None:
@@ -364,18 +382,35 @@ def connection(cluster: Cluster) -> dict[str, Any]:
         "retry_backoff_ms": 50,
         "reconnect_backoff_ms": 20,
         "reconnect_backoff_max_ms": 500,  # a restarted broker is found within half a second
+        "kafka_client": connections.client,
         **cluster.security,
     }
 
 
 def connected(cluster: Cluster, construct: Callable[[], T]) -> T:
-    """A client of kafka-python; ConfigError or KafkaFailure when it cannot be made."""
+    """A client of kafka-python, once a broker answers. BrokerUnavailable when none does,
+    KafkaFailure at once when one refuses `cluster.security`, ConfigError for unknown settings."""
     try:
+        _await_broker(cluster)
         return construct()
     except (kafka_errors.KafkaConfigurationError, ValueError, TypeError) as error:
         raise ConfigError(f"kafka: {error}") from error  # what is not ours is kafka.security
     except kafka_errors.KafkaError as error:
         raise _translated(error, cluster, "cannot connect") from error
+
+
+def _await_broker(cluster: Cluster) -> None:
+    deadline = time.monotonic() + cluster.unavailable_s
+    while True:
+        try:
+            return knock(connection(cluster), min(ANSWER_S, max(0.5, cluster.unavailable_s)))
+        except Refuses as error:
+            raise KafkaFailure(f"{cluster.bootstrap_servers}: {error}") from error
+        except Away as error:
+            if time.monotonic() >= deadline:
+                why = f"cannot connect: {_unanswered(cluster)} ({error})"
+                raise BrokerUnavailable(why) from error
+        time.sleep(0.05)
 
 
 def ride_out(cluster: Cluster, what: str, attempt: Callable[[int], T]) -> T:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from connectors.config import Config
 from connectors.kafka.client import BrokerUnavailable, Cluster
+from connectors.kafka.security import settings
 from connectors.run_dir import RunDir
 
 
@@ -15,14 +18,22 @@ def topics(partitions: int) -> dict[str, int]:
 
 def cluster(config: Config, run_dir: RunDir, *, unavailable_s: float = 60.0) -> Cluster:
     """The run's log; clients of it wait `unavailable_s` for a broker that does not answer.
-    BrokerUnavailable when the run has no broker yet."""
+    BrokerUnavailable when the run has no broker yet, ConfigError when a file that
+    `kafka.security` names is missing."""
     return Cluster(
         bootstrap_servers=_bootstrap_servers(config, run_dir),
         namespace=config.run.namespace,
         max_message_bytes=config.kafka.max_message_bytes,
-        security=config.kafka.security,
+        security=settings(config.kafka.security, config.resolve),
         unavailable_s=unavailable_s,
     )
+
+
+def source(config: Config, own: Cluster) -> Cluster:
+    """Where the `trajectories` are that the run's steps train on: its own, but for a shadow's."""
+    if config.trainer.source is None:
+        return own
+    return dataclasses.replace(own, namespace=config.trainer.source.namespace)
 
 
 def _bootstrap_servers(config: Config, run_dir: RunDir) -> str:

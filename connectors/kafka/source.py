@@ -8,9 +8,11 @@ item without a record, so that every granted offset reaches its terminal.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final
@@ -21,6 +23,8 @@ from connectors.kafka.client import Cluster, NoRecord, OffsetGone, Reader, Recor
 from connectors.kafka.tail import PolicyTail
 from connectors.kafka.topics import num_partitions
 from connectors.records import Origin, Version
+
+log = logging.getLogger(__name__)
 
 MAX_BATCH = 100
 """Items one call emits: the worker must get back to its other operators."""
@@ -50,13 +54,26 @@ SourceState = tuple[int, int, int, int]
 
 
 class LogSource(FixedPartitionedSource):  # type: ignore[misc]
-    """`topic` without namespace. A new run starts at the log's start, a resumed one where it
-    stopped."""
+    """`topic` without namespace. A new run starts at the log's start, or at `first` of each
+    partition; a resumed one where it stopped. It ends before `end` of each partition, if given.
+
+    OffsetGone when retention removed where it is to start; but granted offsets below the log's
+    start come out as items without a record when a new run starts at `first`, and with `trimmed`
+    what lies below the log's start had been processed when it was removed: it is passed over."""
 
     def __init__(
-        self, cluster: Cluster, topic: str, *, granted: bool, stop: StopFlag = STOP
+        self,
+        cluster: Cluster,
+        topic: str,
+        *,
+        granted: bool,
+        stop: StopFlag = STOP,
+        first: Mapping[int, int] | None = None,
+        end: Mapping[int, int] | None = None,
+        trimmed: bool = False,
     ) -> None:
         self._cluster, self._topic, self._granted, self._stop = cluster, topic, granted, stop
+        self._first, self._end, self._trimmed = first, end, trimmed
 
     def list_parts(self) -> list[str]:
         count = num_partitions(self._cluster, self._topic)
@@ -67,10 +84,25 @@ class LogSource(FixedPartitionedSource):  # type: ignore[misc]
     ) -> SourcePart:
         topic, partition = self._cluster.topic(self._topic), int(for_part)
         reader = Reader(self._cluster, topic, {partition: 0})
+        start, end = reader.starts()[partition], reader.ends()[partition]
+        skips = self._granted and resume_state is None
         if resume_state is None:
-            resume_state = (reader.starts()[partition], 0, -1, 0)
+            first = start if self._first is None else self._first[partition]
+            resume_state = (first, 0, -1, 0)
+        position = resume_state[0]
+        if self._trimmed and position < start:
+            log.info("%s/%d: %d to %d were trimmed", topic, partition, position, start - 1)
+            position = start
+        if position > end or (position < start and not skips):
+            reader.close()
+            raise OffsetGone(
+                f"{topic}/{partition}: cannot go on at offset {position}, the log holds {start} to "
+                f"{end}: retention or a new log removed what was not processed"
+            )
+        reader.seek(partition, max(position, start))
         grants = _Grants(self._cluster, partition, resume_state) if self._granted else None
-        return SourcePart(reader, topic, partition, resume_state[0], grants, self._stop)
+        until = None if self._end is None else self._end[partition]
+        return SourcePart(reader, topic, partition, position, grants, self._stop, until)
 
 
 class SourceOf(FixedPartitionedSource):  # type: ignore[misc]
@@ -103,25 +135,19 @@ class SourcePart(StatefulSourcePartition):  # type: ignore[misc]
         position: int,
         grants: _Grants | None,
         stop: StopFlag,
+        until: int | None = None,
     ) -> None:
         self._reader, self._topic, self._partition = reader, topic, partition
+        self._until = until
         self._position = position  # the next offset to emit
         self._grants = grants
         self._stop = stop
         self._ahead: deque[Record] = deque()  # fetched, not emitted
         self._idle_s = 0.0
-        start, end = reader.starts()[partition], reader.ends()[partition]
-        if not start <= position <= end:
-            raise OffsetGone(
-                f"{topic}/{partition}: cannot resume at offset {position}, the log holds {start} "
-                f"to {end}. Retention or a new log removed what was not processed: raise the "
-                "topic's retention, and delete the run's recovery folder to start from what is left"
-            )
-        reader.seek(partition, position)
 
     def next_batch(self) -> list[tuple[str, Item]]:
         """Never blocks; empty when nothing is granted or nothing is there yet."""
-        if self._stop.is_set():
+        if self._stop.is_set() or self._position == self._until:
             raise StopIteration
         items = [(str(self._partition), item) for item in self._emit()]
         shortest_s, longest_s = IDLE_S
@@ -145,6 +171,8 @@ class SourcePart(StatefulSourcePartition):  # type: ignore[misc]
         last = self._position + MAX_BATCH
         if self._grants is not None:
             last = min(last, self._grants.limit())
+        if self._until is not None:
+            last = min(last, self._until)
         if last <= self._position:
             return
         if not self._ahead:
@@ -209,10 +237,11 @@ class _Grants:
 
 class ItemReader:
     """`refetch` of an async operator: the item at one offset again, after a restart. `topic`
-    without namespace; one thread. OffsetGone when retention passed the offset in the meantime."""
+    without namespace; one thread. OffsetGone when retention passed the offset in the meantime; with
+    `trimmed` its work had been done, and it comes without a record."""
 
-    def __init__(self, cluster: Cluster, topic: str) -> None:
-        self._cluster, self._topic = cluster, cluster.topic(topic)
+    def __init__(self, cluster: Cluster, topic: str, *, trimmed: bool = False) -> None:
+        self._cluster, self._topic, self._trimmed = cluster, cluster.topic(topic), trimmed
         self._reader: Reader | None = None
 
     def __call__(self, partition: int, offset: int) -> Item:
@@ -223,4 +252,12 @@ class ItemReader:
             record = self._reader.read_at(partition, offset)
         except NoRecord:
             record = None
+        except OffsetGone:
+            if not self._trimmed or offset >= self._start(partition):
+                raise
+            record = None
         return Item(origin=Origin(self._topic, partition, offset), record=record)
+
+    def _start(self, partition: int) -> int:
+        with closing(Reader(self._cluster, self._topic, {partition: 0})) as reader:
+            return reader.starts()[partition]

@@ -7,7 +7,8 @@ speaks."""
 from __future__ import annotations
 
 from connectors.kafka.client import Cluster, Reader
-from connectors.records import Announcement, Begin, PolicyRecord, decode_as
+from connectors.kafka.parsed import parsed
+from connectors.records import Announcement, PolicyRecord
 
 
 class PolicyTail:
@@ -26,19 +27,18 @@ class PolicyTail:
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[int, Announcement]]:
         """What was announced since the last call, with its offset in `policy`; empty at once when
-        there is nothing new. A record that is none of `policy` is a broken invariant:
-        msgspec.DecodeError or ValueError."""
+        there is nothing new. Foreign records are passed over (`parsed`)."""
         found: list[tuple[int, Announcement]] = []
-        for record in self._reader.poll(timeout_s):
-            self.position = record.offset + 1
-            spoken: PolicyRecord = decode_as(record.value, PolicyRecord)
-            if isinstance(spoken, Begin):
-                if spoken.epoch is None:
-                    raise ValueError(f"policy/{record.offset}: a begin without an epoch")
+        records = self._reader.poll(timeout_s)
+        for offset, spoken in parsed(records, PolicyRecord):
+            if isinstance(spoken, Announcement):
+                if spoken.epoch >= self.epoch:
+                    self.latest = spoken
+                    found.append((offset, spoken))
+            elif spoken.epoch is not None:
                 self.epoch = max(self.epoch, spoken.epoch)
-            elif spoken.epoch >= self.epoch:
-                self.latest = spoken
-                found.append((record.offset, spoken))
+        if records:
+            self.position = records[-1].offset + 1
         return found
 
     def catch_up(self) -> list[tuple[int, Announcement]]:

@@ -1,22 +1,26 @@
-"""Topic administration: creating a run's topics, and how many partitions those have."""
+"""Topic administration: creating a run's topics, how many partitions those have, and trimming
+them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from kafka import TopicPartition
 from kafka import errors as kafka_errors
 from kafka.admin import KafkaAdminClient
 
+from connectors.config import ConfigError
 from connectors.kafka.client import Cluster, KafkaFailure, connected, connection, ride_out
 
 T = TypeVar("T")
 
 
 def ensure_topics(cluster: Cluster, partitions: Mapping[str, int]) -> None:
-    """Creates the topics that are missing (names without namespace); KafkaFailure if one exists
-    with another partition count. Returns once every topic can be read and written. What is kept
-    is decided by those who read it, so the broker removes nothing by age."""
+    """Creates the topics that are missing (names without namespace); ConfigError if one exists with
+    another partition count, which a run never changes: offsets and checkpoints name partitions.
+    Returns once every topic can be read and written. What is kept is decided by those
+    who read it, so the broker removes nothing by age."""
     limits = {"max.message.bytes": str(cluster.max_message_bytes), "retention.ms": "-1"}
 
     def attempt(admin: Any) -> None:
@@ -39,8 +43,10 @@ def ensure_topics(cluster: Cluster, partitions: Mapping[str, int]) -> None:
             existing = _counts(admin, cluster)
         for name, count in partitions.items():
             if existing.get(name) != count:
-                raise KafkaFailure(
-                    f"topic {cluster.topic(name)} has {existing.get(name)} partitions, not {count}"
+                raise ConfigError(
+                    f"topic {cluster.topic(name)} has {existing.get(name)} partitions, not {count}:"
+                    " a run keeps the number it began with; set kafka.partitions to what its topics"
+                    " have, or give this run a kafka.namespace of its own"
                 )
 
     _administer(cluster, attempt)
@@ -58,6 +64,35 @@ def num_partitions(cluster: Cluster, topic: str) -> int:
     if count is None:
         raise KafkaFailure(f"topic {cluster.topic(topic)} does not exist")
     return count
+
+
+def cluster_id(cluster: Cluster) -> str:
+    """What tells one log from another: the brokers' own name of their cluster."""
+    found = _administer(cluster, lambda admin: admin.describe_cluster())
+    return str(found["cluster_id"])
+
+
+def delete_records(
+    cluster: Cluster, before: Mapping[str, Mapping[int, int]]
+) -> dict[str, dict[int, int]]:
+    """Removes each partition's records before the offset given (topics without namespace); where
+    the partitions start afterwards. An offset at or below a partition's start removes nothing.
+    KafkaFailure when one lies beyond the end or there is no such partition."""
+
+    def attempt(admin: Any) -> dict[str, dict[int, int]]:
+        counts = _counts(admin, cluster)
+        starts: dict[str, dict[int, int]] = {}
+        for name, partitions in before.items():
+            for partition, offset in partitions.items():
+                if partition >= counts.get(name, 0):
+                    raise KafkaFailure(f"topic {cluster.topic(name)} has no partition {partition}")
+                # One by one: of several failures kafka-python does not say which may pass.
+                where = TopicPartition(cluster.topic(name), partition)
+                trimmed = admin.delete_records({where: offset})[where]
+                starts.setdefault(name, {})[partition] = trimmed["low_watermark"]
+        return starts
+
+    return _administer(cluster, attempt)
 
 
 def _administer(cluster: Cluster, attempt: Callable[[Any], T]) -> T:

@@ -1,26 +1,32 @@
-"""The weights channel: from the trainer's rank 0 to the engines, over a process group of its own.
+"""The weights channel: from the trainer's rank 0 to the engines, through memory on one host, over a
+process group of its own elsewhere.
 
-`layout` says what is published, `wire` what the two sides say over HTTP, `group` is what they form,
-`sender` and `receiver` are the sides; `watch` tells which engines are there and what they hold.
+`layout` says what is published, `snapshot` is a copy of it, `wire` what the two sides say over
+HTTP; `group` and `memory` carry the bytes between `sender` and `receiver`; `holding` is what an
+engine holds, `watch` tells what engines there are and what each says that it holds.
 """
 
+from connectors.weights.calls import Peer
+from connectors.weights.holding import Holding
 from connectors.weights.layout import (
     BUCKET_BYTES,
     Plan,
     Slot,
-    Snapshot,
     digest,
     plan,
     shapes_of,
 )
 from connectors.weights.receiver import Staged, WeightsReceiver
-from connectors.weights.sender import WeightsSender
+from connectors.weights.sender import Through, WeightsSender
+from connectors.weights.snapshot import Snapshot
 from connectors.weights.watch import EngineWatch
 from connectors.weights.wire import (
     Ack,
     EpochRefused,
     FenceRequest,
     JoinRequest,
+    LoadRequest,
+    MemoryUnreadable,
     RelabelRequest,
     Unreachable,
     UpdateRequest,
@@ -33,12 +39,17 @@ __all__ = [
     "EngineWatch",
     "EpochRefused",
     "FenceRequest",
+    "Holding",
     "JoinRequest",
+    "LoadRequest",
+    "MemoryUnreadable",
+    "Peer",
     "Plan",
     "RelabelRequest",
     "Slot",
     "Snapshot",
     "Staged",
+    "Through",
     "Unreachable",
     "UpdateRequest",
     "WeightsError",

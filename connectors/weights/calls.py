@@ -1,4 +1,5 @@
-"""HTTP calls to engines, each on a daemon thread: a stopped one holds up no other and no exit."""
+"""The engines as the sender knows them, and HTTP calls to them, each on a daemon thread: a stopped
+one holds up no other and no exit."""
 
 from __future__ import annotations
 
@@ -6,15 +7,30 @@ import http.client
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
-from connectors.engines.wire import ErrorBody
-from connectors.weights.wire import KINDS, Unreachable, WeightsError
+from connectors.engines.wire import MAX_ANSWER_BYTES, ErrorBody, decoded
+from connectors.records import Version
+from connectors.weights.wire import KINDS, Ack, Unreachable, WeightsError
 
 T = TypeVar("T")
+Answers = dict[str, Ack | WeightsError]
+"""What became of an engine's weights, by its URL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An engine as it describes itself: `host` as connectors.engines.host, `device` torch's name of
+    its kind, `num_ranks` the processes that each take the weights."""
+
+    url: str
+    host: str = ""
+    device: str = "cpu"
+    num_ranks: int = 1
 
 
 def ask(url: str, method: str, path: str, body: Any, kind: type[T], timeout_s: float) -> T:
@@ -24,10 +40,11 @@ def ask(url: str, method: str, path: str, body: Any, kind: type[T], timeout_s: f
         status, data = _exchange(url, method, path, body, timeout_s)
         if status != 200:
             raise _error(url, status, data)
-        return msgspec.json.decode(data, type=kind)
+        found: T = decoded(data, kind)
+        return found
     except (OSError, http.client.HTTPException) as error:
         raise Unreachable(f"{url}: {error or type(error).__name__}") from error
-    except (ValueError, msgspec.MsgspecError) as error:
+    except ValueError as error:
         raise WeightsError(f"{url} answered nonsense: {error}") from error
 
 
@@ -41,7 +58,10 @@ def _exchange(url: str, method: str, path: str, body: Any, timeout_s: float) -> 
     try:
         connection.request(method, parts.path.rstrip("/") + path, data, headers)
         response = connection.getresponse()
-        return response.status, response.read()
+        answer = response.read(MAX_ANSWER_BYTES + 1)
+        if len(answer) > MAX_ANSWER_BYTES:
+            raise ValueError(f"more than {MAX_ANSWER_BYTES} bytes")
+        return response.status, answer
     finally:
         connection.close()
 
@@ -60,14 +80,21 @@ class Call(Generic[T]):
                 self.answer = ask(url, method, path, body, kind, timeout_s)
             except WeightsError as error:
                 self.answer = error
+            except Exception as error:  # the thread's edge: whoever waits learns of it
+                self.answer = WeightsError(f"{url}: {type(error).__name__}: {error}")
 
         threading.Thread(target=run, daemon=True, name=f"weights {url}{path}").start()
 
 
+def post(url: str, what: str, body: Any, kind: type[T], timeout_s: float) -> Call[T]:
+    """A weights route's call, begun."""
+    return Call(url, "POST", f"/weights/{what}", body, kind, timeout_s)
+
+
 def _error(url: str, status: int, data: bytes) -> WeightsError:
     try:
-        body = msgspec.json.decode(data, type=ErrorBody)
-    except msgspec.MsgspecError:
+        body = decoded(data, ErrorBody)
+    except ValueError:
         return WeightsError(f"{url}: HTTP {status} {data[:200].decode(errors='replace')}")
     return KINDS.get(body.kind, WeightsError)(f"{url}: {body.error}")
 
@@ -90,3 +117,12 @@ def answers(calls: Iterable[Call[T]]) -> dict[str, T | WeightsError]:
         else call.answer
         for call in calls
     }
+
+
+def verified(answer: Ack | WeightsError, version: Version, digest: str) -> Ack | WeightsError:
+    """An acknowledgement of anything else is none."""
+    if isinstance(answer, Ack) and (answer.version, answer.digest) != (version, digest):
+        return WeightsError(
+            f"acknowledged {answer.version} {answer.digest}, sent {version} {digest}"
+        )
+    return answer

@@ -14,7 +14,8 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -144,14 +145,16 @@ class Group:
         backend: str,
         address: str,
         timeout_s: float,
+        device: torch.device,
     ) -> None:
         """Blocks until every rank is connected; RuntimeError when one does not come in timeout_s.
-        `address` is the local interface gloo listens on; NCCL chooses its own."""
+        `address` is the local interface gloo listens on; NCCL chooses its own. `device` is where
+        NCCL's tensors lie."""
         self.name = name
         self.rank = rank
         self.timeout_s = timeout_s
         self._store = store
-        self.device = torch.device("cpu" if backend == "gloo" else "cuda")
+        self.device = torch.device("cpu") if backend == "gloo" else device
         prefixed = PrefixStore(name, store)
         self._process_group: Any
         if backend == "gloo":
@@ -160,8 +163,7 @@ class Group:
             options._timeout = timedelta(seconds=timeout_s)
             self._process_group = ProcessGroupGloo(prefixed, rank, world, options)
         elif backend == "nccl":
-            self._process_group = _nccl(prefixed, rank, world, timeout_s)
-            self.device = torch.device("cuda", torch.cuda.current_device())
+            self._process_group = _nccl(prefixed, rank, world, timeout_s, device)
         else:
             raise ValueError(f"the weights channel's backend is gloo or nccl, not {backend!r}")
 
@@ -175,27 +177,49 @@ class Group:
     ) -> None:  # fmt: skip
         """Sends (rank 0) or receives each flat tensor in order; `received(i)` runs when tensor i is
         whole, while later ones are under way. GroupBroken closes the group."""
+        whole = self.stream(tensors, deadline, cancelled, ahead=len(tensors))
+        for index, _ in enumerate(whole):
+            received(index)
+
+    def stream(
+        self,
+        tensors: Iterable[Tensor],
+        deadline: float,
+        cancelled: Callable[[], bool],
+        ahead: int = 1,
+    ) -> Iterator[Tensor]:
+        """As `broadcast`, yielding each tensor when it is whole. `tensors` may be made on demand:
+        only `ahead` of them are under way meanwhile. Leaving early closes the group."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         process_group = self._process_group
         if process_group is None:
             raise GroupBroken("closed")
-        works: list[Any] = []
+        source = iter(tensors)
+        works: deque[tuple[Tensor, Any]] = deque()
+        whole = False
         try:
-            works += [process_group.broadcast([tensor], options) for tensor in tensors]
-            for index in range(len(works)):
-                poll(works[index].is_completed, deadline, cancelled)
-                works[index].wait()
-                received(index)
+            while True:
+                while len(works) <= ahead and (tensor := next(source, None)) is not None:
+                    works.append((tensor, process_group.broadcast([tensor], options)))
+                if not works:
+                    break
+                tensor, work = works.popleft()
+                poll(work.is_completed, deadline, cancelled)
+                work.wait()
+                yield tensor
+            whole = True
+        except GroupBroken:
+            raise
         except RuntimeError as error:
-            # The connections close, and the other members hear of it, with the last reference.
-            process_group = None
-            works.clear()
-            self.close()
-            if isinstance(error, GroupBroken):
-                raise
             raise GroupBroken(_first_line(error)) from error
+        finally:
+            if not whole:
+                # The connections close, and the other members hear of it, with the last reference.
+                process_group = work = None
+                works.clear()
+                self.close()
 
     def close(self) -> None:
         """Members that wait for this one are told by the broken connection."""
@@ -216,11 +240,12 @@ def here_key(group: str, rank: int) -> str:
     return f"{group}/here/{rank}"
 
 
-def _nccl(store: PrefixStore, rank: int, world: int, timeout_s: float) -> Any:
+def _nccl(store: PrefixStore, rank: int, world: int, timeout_s: float, device: torch.device) -> Any:
     from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from torch's CPU builds
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s + GRACE_S)  # the watchdog ends the process then
-    made = ProcessGroupNCCL(store, rank, world, options)
-    made.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+    with torch.cuda.device(device):  # a thread's own; this one may be fresh
+        made = ProcessGroupNCCL(store, rank, world, options)
+        made.eager_connect_single_device(device)
     return made

@@ -1,4 +1,4 @@
-"""What is published: a model's parameters laid out in buckets, their digest, and a copy of them.
+"""What is published: a model's parameters laid out in buckets, and their digest.
 
 The same plan lies on both sides, so a bucket travels as one flat tensor with no header. Names are
 those of `named_parameters()`; a parameter under two names (tied) is laid out once.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Final
 
@@ -58,6 +57,28 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
         """Every parameter, in publish order."""
         for bucket in self.buckets:
             yield from bucket
+
+    def problem(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> str | None:
+        """Why it does not lay out the parameters `shapes` one after another; None when it does.
+        Nothing else of a plan that came from elsewhere may be used before."""
+        kind = getattr(torch, self.dtype, None)
+        if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+            return f"the plan's dtype is no floating-point dtype of torch: {self.dtype!r}"
+        if [(slot.name, slot.shape) for slot in self.slots()] != list(shapes):
+            return "the engine's model has other parameters than the trainer's"
+        for index, bucket in enumerate(self.buckets):
+            if not bucket:
+                return f"bucket {index} of the plan is empty"
+            end = 0
+            for slot in bucket:
+                if (slot.offset, slot.numel) != (end, math.prod(slot.shape)):
+                    return (
+                        f"the plan has {slot.name!r} at [{slot.offset}, "
+                        f"{slot.offset + slot.numel}) of bucket {index}, which is no place for "
+                        f"{list(slot.shape)} from {end} on"
+                    )
+                end += slot.numel
+        return None
 
     def empty(self, device: torch.device | str = "cpu") -> list[Tensor]:
         """Fresh buckets, flat [size], uninitialised."""
@@ -138,11 +159,16 @@ class Digester:
     temporaries of one block; nothing is read back before `hex`.
 
     A block is `rows` shards: on CPU 4, so that its products stay in the cache; on an accelerator
-    64, so that launches do not dominate. The digest does not depend on it.
+    64, so that launches do not dominate. The digest does not depend on it. Several may share the
+    work: one that begins at element `start` is added to the one before.
     """
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device | str, rows: int | None = None
+        self,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        rows: int | None = None,
+        start: int = 0,
     ) -> None:
         self._dtype = dtype
         self._device = torch.device(device)
@@ -150,7 +176,7 @@ class Digester:
         self._columns = _columns(self._device)
         self._products = torch.empty((self._rows, SHARD), dtype=torch.int64, device=self._device)
         self._total = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._position = 0
+        self._start = self._position = start
 
     def update(self, tensor: Tensor) -> None:
         """The next elements; converted to the published dtype if they are of another."""
@@ -180,6 +206,13 @@ class Digester:
             row_weights = torch.tensor(scale, dtype=torch.int64, device=self._device)
             self._total += (products.sum(dim=1) * row_weights).sum()
 
+    def add(self, following: Digester) -> None:
+        """Takes over what was folded from where this one ended. ValueError when it is not that."""
+        if following._start != self._position:
+            raise ValueError(f"begins at {following._start}, not at {self._position}")
+        self._total += following._total
+        self._position = following._position
+
     def hex(self) -> str:
         """16 hex digits of everything so far."""
         total = int(self._total.item()) & _M64
@@ -189,9 +222,8 @@ class Digester:
 
 def digest(named: Named, layout: Plan) -> str:
     """16 hex digits of the bytes that publishing `named` by `layout` would send: of every element's
-    bits and position, the same on every device. ValueError when a parameter is missing or of
-    another shape."""
-    tensors = _matching(named, layout)
+    bits and position, the same on every device. ValueError as `matching`."""
+    tensors = matching(named, layout)
     first = next(iter(tensors.values()))
     fold = Digester(layout.torch_dtype, first.device)
     for slot in layout.slots():
@@ -199,7 +231,8 @@ def digest(named: Named, layout: Plan) -> str:
     return fold.hex()
 
 
-def _matching(named: Named, layout: Plan) -> dict[str, Tensor]:
+def matching(named: Named, layout: Plan) -> dict[str, Tensor]:
+    """The tensors by name. ValueError when one of the plan is missing or has another shape."""
     tensors = dict(named)
     for slot in layout.slots():
         if slot.name not in tensors:
@@ -210,45 +243,3 @@ def _matching(named: Named, layout: Plan) -> dict[str, Tensor]:
                 f"the plan says {list(slot.shape)}"
             )
     return tensors
-
-
-# -------------------------------------------------------------------------------------- snapshot
-@dataclass(frozen=True, slots=True, eq=False)
-class Snapshot:
-    """The published bytes at one moment, apart from the model: `buckets[i]` is flat
-    [plan.sizes[i]]. Nobody writes to it until it is given back as `into`."""
-
-    plan: Plan
-    buckets: list[Tensor]
-    digest: str
-
-    @classmethod
-    def take(
-        cls,
-        named: Named,
-        layout: Plan,
-        *,
-        into: Snapshot | None = None,
-        device: torch.device | str = "cpu",
-    ) -> Snapshot:
-        """Copies the parameters now, converted to the plan's dtype, and digests the copy. `into`
-        gives its buffers (it is void afterwards); otherwise fresh ones on `device`: "cpu" for gloo,
-        the parameters' own for NCCL. ValueError as `digest`."""
-        tensors = _matching(named, layout)
-        if into is not None and into.plan != layout:
-            raise ValueError("the buffers to reuse were laid out by another plan")
-        buckets = layout.empty(device) if into is None else into.buckets
-        fold = Digester(layout.torch_dtype, buckets[0].device)
-        for slots, bucket in zip(layout.buckets, buckets, strict=True):
-            for slot in slots:
-                piece = bucket[slot.offset : slot.offset + slot.numel]
-                piece.view(slot.shape).copy_(tensors[slot.name].detach())
-            fold.update(bucket)
-        return cls(layout, buckets, fold.hex())
-
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Views into the buckets, in publish order."""
-        for slots, bucket in zip(self.plan.buckets, self.buckets, strict=True):
-            for slot in slots:
-                piece = bucket[slot.offset : slot.offset + slot.numel]
-                yield slot.name, piece.view(slot.shape)

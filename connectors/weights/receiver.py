@@ -1,43 +1,40 @@
-"""The engine's side of the weights channel: joins a group, receives a broadcast beside the running
-generation, installs it between two decode steps.
+"""The engine's side of the weights channel: takes a version beside the running generation, from the
+group it joined or from the trainer's memory, and installs it between two decode steps.
 
     join     blocks until the group is whole                        any thread but the decode loop's
     receive  blocks until the bytes are in, apart from the model,   any thread but the decode loop's
              and their digest is the announced one
+    loaded   the same of bytes that lie in the trainer's memory     any thread but the decode loop's
     apply    copies them into the parameters                        the decode loop, between steps
     relabel, fence  at once                                         any thread
 
-One version is held or none: `version` is None from the start until the first apply or relabel, and
-again after an interrupted update until the next one. Nothing may be generated meanwhile.
+Which version is held, and whose word counts, is `Holding`'s.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from connectors.records import Version
-from connectors.weights.group import (
-    Group,
-    GroupBroken,
-    here_key,
-    join_store,
-    local_address,
-    within,
-)
-from connectors.weights.layout import Digester, Named, Snapshot, digest, plan, shapes_of
+from connectors.weights.group import Group, GroupBroken
+from connectors.weights.holding import Holding
+from connectors.weights.layout import Digester, Named, Plan, digest, plan, shapes_of
+from connectors.weights.member import await_start, enter
+from connectors.weights.memory import check, reading
+from connectors.weights.snapshot import Snapshot
 from connectors.weights.wire import (
     Ack,
     DigestMismatch,
-    EpochRefused,
     FenceRequest,
     GroupUnknown,
     JoinRequest,
+    LoadRequest,
     PlanRefused,
     RelabelRequest,
     UpdateAborted,
@@ -48,9 +45,9 @@ from connectors.weights.wire import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Staged:
-    """A whole verified version, received but not yet installed."""
+    """A whole verified version, not yet installed."""
 
-    request: UpdateRequest
+    request: UpdateRequest | LoadRequest
     snapshot: Snapshot
     turn: int
 
@@ -58,68 +55,53 @@ class Staged:
 class WeightsReceiver:
     """Thread-safe. `named` are the live parameters `apply` writes to; the digest of their present
     bytes is computed at once. Errors are WeightsErrors: answer `error.status`, `error.body()`.
-
-    Each join, receive and newer trainer begins a `turn`. What an older turn still does in another
-    thread changes nothing any more, so a newcomer never waits for it.
     """
 
     def __init__(self, named: Named) -> None:
         self._parameters = dict(named)
         first = next(iter(self._parameters.values()))
+        self._device = first.device
         self._plan = plan(shapes_of(self._parameters), first.dtype)
-        self._lock = threading.Lock()
-        self._digest = digest(self._parameters, self._plan)
-        self._version: Version | None = None
-        self._epoch = -1
-        self._turn = 0
-        self._under_way = False  # bytes of this turn may have come, apply has not ended
+        self._holding = Holding(digest(self._parameters, self._plan), void=self._leave)
         self._group: Group | None = None
         self._spare: list[Tensor] | None = None  # staging buffers nobody writes to
 
     @property
     def version(self) -> Version | None:
-        return self._version
+        return self._holding.version
 
     @property
     def digest(self) -> str:
         """Of the parameters' bytes; "" when they are a mixture of versions."""
-        return self._digest
+        return self._holding.digest
 
     @property
     def epoch(self) -> int:
         """The highest trainer epoch met; -1 before the first."""
-        return self._epoch
+        return self._holding.epoch
 
     # ------------------------------------------------------------------------------- the group
     def join(self, request: JoinRequest) -> None:
         """Leaves the present group and joins the named one. EpochRefused, PlanRefused;
         UpdateAborted when the group did not come about."""
-        if [(s.name, s.shape) for s in request.plan.slots()] != list(shapes_of(self._parameters)):
-            raise PlanRefused("the engine's model has other parameters than the trainer's")
-        with self._lock:
-            self._admit(request.epoch)
-            turn = self._begin_turn()
+        self._check(request.plan)
+        holding = self._holding
+        with holding.lock:
+            holding.admit(request.epoch)
+            turn = holding.begin_turn()
         deadline = time.monotonic() + request.timeout_s
-
-        def form() -> Group:
-            store = join_store(request.store_host, request.store_port, request.timeout_s)
-            store.set(here_key(request.group, request.rank), "1")
-            return Group(
-                store,
-                request.group,
-                request.rank,
-                request.world,
-                backend=request.backend,
-                address=local_address([request.store_host]),
-                timeout_s=request.timeout_s,
-            )
-
         try:
-            group = within(form, deadline, lambda: self._turn != turn)
+            group = enter(
+                request,
+                request.rank,
+                deadline,
+                lambda: not holding.is_current(turn),
+                self._device,
+            )
         except GroupBroken as error:
             raise UpdateAborted(f"group {request.group} did not form: {error}") from error
-        with self._lock:
-            if self._turn != turn:
+        with holding.lock:
+            if not holding.is_current(turn):
                 group.close()
                 raise UpdateAborted(f"group {request.group} was given up")
             self._group = group
@@ -130,12 +112,13 @@ class WeightsReceiver:
     def receive(self, request: UpdateRequest) -> Staged:
         """EpochRefused, GroupUnknown; UpdateAborted before the first byte; UpdateInterrupted and
         DigestMismatch, which leave no version. Bounded by the group's timeout_s."""
-        with self._lock:
-            self._admit(request.epoch)
+        holding = self._holding
+        with holding.lock:
+            holding.admit(request.epoch)
             group, layout = self._group, self._plan
             if group is None or group.name != request.group:
                 raise GroupUnknown(f"not in group {request.group}")
-            turn = self._begin_turn(keep_group=True)
+            turn = holding.begin_turn(keep_group=True)
             buckets, self._spare = self._spare, None
         if buckets is None or buckets[0].device != group.device:
             buckets = layout.empty(group.device)
@@ -146,96 +129,79 @@ class WeightsReceiver:
             group.broadcast(
                 buckets,
                 deadline,
-                lambda: self._turn != turn,
+                lambda: not holding.is_current(turn),
                 received=lambda index: fold.update(buckets[index]),
             )
         except GroupBroken as error:
-            self._lose_version(turn)
+            holding.lose(turn)
             raise UpdateInterrupted(f"the update to {request.version} broke: {error}") from error
         got = fold.hex()
         if got != request.digest:
-            self._lose_version(turn)
+            holding.lose(turn)
             raise DigestMismatch(f"received {got}, announced as {request.digest}")
         return Staged(request, Snapshot(layout, buckets, got), turn)
 
     def _await_start(
         self, group: Group, request: UpdateRequest, turn: int, deadline: float
     ) -> None:
-        signal = torch.zeros(1, dtype=torch.int64, device=group.device)
+        holding = self._holding
         try:
-            group.signal_ready(request.serial)
-            group.broadcast([signal], deadline, lambda: self._turn != turn)
-        except (GroupBroken, RuntimeError) as error:  # RuntimeError: the store is gone
-            with self._lock:
-                if self._turn == turn:
-                    self._begin_turn()
+            await_start(group, request.serial, deadline, lambda: not holding.is_current(turn))
+        except GroupBroken as error:
+            holding.lose(turn)
             raise UpdateAborted(f"{request.version} was called off: {error}") from error
-        with self._lock:
-            if self._turn != turn:
-                raise UpdateAborted(f"{request.version} was called off")
-            self._under_way = True
+        holding.began(turn)
+
+    @contextmanager
+    def loaded(self, request: LoadRequest) -> Iterator[Staged]:
+        """What lies in the trainer's memory, to be applied inside: nobody overwrites it until the
+        end. EpochRefused, PlanRefused, MemoryUnreadable, UpdateAborted, DigestMismatch: none of
+        them costs the version that is held."""
+        self._check(request.plan)
+        holding = self._holding
+        with holding.lock:
+            holding.admit(request.epoch)
+            turn = holding.begin_turn(keep_group=True)
+        with reading(request) as buckets:
+            check(buckets, request, lambda: not holding.is_current(turn))
+            yield Staged(request, Snapshot(request.plan, buckets, request.digest), turn)
 
     def apply(self, staged: Staged, write: Callable[[str, Tensor], None] | None = None) -> Ack:
         """Installs what was received: `write(name, tensor)` for each parameter, by default a copy
         into it. EpochRefused or UpdateAborted when a newer trainer or update came since. An
         exception of `write` leaves no version."""
-        request = staged.request
-        with self._lock:
-            self._admit(request.epoch)
-            if self._turn != staged.turn:
-                raise UpdateAborted(f"{request.version} was overtaken")
-            self._version, self._digest = None, ""
+        request, holding = staged.request, self._holding
+        with holding.lock:
+            holding.admit(request.epoch)
+            holding.touched(staged.turn)
             with torch.no_grad():
                 for name, tensor in staged.snapshot.named_tensors():
                     if write is None:
                         self._parameters[name].copy_(tensor)
                     else:
                         write(name, tensor)
-            self._under_way = False
-            self._version, self._digest = request.version, request.digest
-            self._spare = staged.snapshot.buckets
-        return Ack(version=request.version, digest=request.digest)
+            if isinstance(request, UpdateRequest):
+                self._spare = list(staged.snapshot.buckets)
+            return holding.hold(staged.turn, request.version, request.digest)
 
     # -------------------------------------------------------------------------------- at once
     def relabel(self, request: RelabelRequest) -> Ack:
         """EpochRefused; DigestMismatch when the parameters' bytes are others."""
-        with self._lock:
-            self._admit(request.epoch)
-            if self._digest != request.digest:
-                raise DigestMismatch(f"holds {self._digest or 'no whole version'}")
-            self._version = request.version
-        return Ack(version=request.version, digest=request.digest)
+        return self._holding.relabel(request)
 
     def fence(self, request: FenceRequest) -> None:
         """EpochRefused. Interrupts what an older trainer is sending."""
-        with self._lock:
-            self._admit(request.epoch)
+        self._holding.fence(request)
 
     def close(self) -> None:
         """Leaves the group; whoever waits in join or receive gets its error."""
-        with self._lock:
-            self._begin_turn()
+        self._holding.begin_turn()
 
-    # ----------------------------------------------------------------------- under the lock
-    def _admit(self, epoch: int) -> None:
-        if epoch < self._epoch:
-            raise EpochRefused(f"epoch {epoch} is fenced: a trainer of epoch {self._epoch} spoke")
-        if epoch > self._epoch:
-            self._begin_turn()
-            self._epoch = epoch
+    def _check(self, layout: Plan) -> None:
+        if (why := layout.problem(shapes_of(self._parameters))) is not None:
+            raise PlanRefused(why)
 
-    def _begin_turn(self, *, keep_group: bool = False) -> int:
-        self._turn += 1
-        if self._under_way:
-            self._under_way = False
-            self._version = None
-        if not keep_group and self._group is not None:
+    def _leave(self) -> None:
+        if self._group is not None:
             self._group.close()
             self._group = None
-        return self._turn
-
-    def _lose_version(self, turn: int) -> None:
-        """The update of `turn` failed after its first byte; the parameters are untouched."""
-        with self._lock:
-            if self._turn == turn:
-                self._begin_turn()

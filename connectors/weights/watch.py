@@ -3,6 +3,7 @@ a thread of its own, so that a stopped one delays the news of no other."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -12,6 +13,9 @@ from connectors.engines.types import EngineState
 from connectors.weights.calls import ask
 from connectors.weights.wire import WeightsError
 
+log = logging.getLogger(__name__)
+
+UNREACHED_S = 30.0  # an engine that did not answer once for so long is told of, once
 PROBE_S = 2.0  # an engine that does not tell its state within this counts as stopped
 
 
@@ -54,17 +58,27 @@ class EngineWatch:
 
     def _watch(self, url: str, end: threading.Event) -> None:
         last: object = self
+        fault, reached = "", False
+        began = time.monotonic()
         while not end.is_set():
             asked_at = time.monotonic()
-            state: EngineState | None
+            state, why = None, ""
             try:
                 state = ask(url, "GET", "/state", None, EngineState, PROBE_S)
-            except WeightsError:
-                state = None
+                reached = True
+            except WeightsError as error:
+                why = str(error)
+            except Exception as error:  # the thread's edge: it goes on asking
+                if repr(error) != fault:
+                    fault = repr(error)
+                    log.exception("asking %s for its state failed", url)
             with self._lock:
                 if end.is_set():
                     return
                 self._seen[url] = Seen(state, asked_at)
+            if not reached and time.monotonic() - began >= UNREACHED_S:
+                log.warning("no engine was reached for %g s: %s", UNREACHED_S, why)
+                reached = True
             holds = state and (state.version, state.digest, state.epoch)
             if holds != last:
                 last = holds

@@ -2,6 +2,7 @@
 
     POST /weights/join     JoinRequest     -> {}    forms the group, answers when it is whole
     POST /weights/update   UpdateRequest   -> Ack   receives one broadcast, applies it
+    POST /weights/load     LoadRequest     -> Ack   reads the trainer's memory, applies it
     POST /weights/relabel  RelabelRequest  -> Ack   the bytes are those of another version too
     POST /weights/fence    FenceRequest    -> {}    from now on refuse lower epochs
 
@@ -22,7 +23,8 @@ from connectors.weights.layout import Plan
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`group` is unique to one forming of one group; the sender is rank 0 of `world` and hosts the
-    store. `backend` is "gloo" or "nccl"."""
+    store. The engine's are the ranks [rank, rank + num_ranks), each of which says that it is there
+    and takes every broadcast. `backend` is "gloo" or "nccl"."""
 
     epoch: int
     group: str
@@ -33,6 +35,7 @@ class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
     plan: Plan
     backend: str = "gloo"
+    num_ranks: int = 1
 
 
 class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +46,20 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     serial: int
     version: Version
     digest: str
+
+
+class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The bytes lie in /proc/PID/fd/FD as connectors.weights.memory lays `plan` out, `num_bytes` in
+    all; after `timeout_s` the sender waits no longer."""
+
+    epoch: int
+    version: Version
+    digest: str
+    plan: Plan
+    pid: int
+    fd: int
+    num_bytes: int
+    timeout_s: float
 
 
 class RelabelRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,16 +116,24 @@ class UpdateInterrupted(WeightsError):
     kind = "interrupted"
 
 
+class MemoryUnreadable(WeightsError):
+    """The engine cannot open the sender's memory, or finds something else there; it holds what it
+    held. Serve it by the group."""
+
+    kind = "memory"
+    status = 409
+
+
 class DigestMismatch(WeightsError):
     """The bytes are not those announced: after an update the engine holds no whole version; a
-    refused relabel leaves it as it was."""
+    refused load or relabel leaves it as it was."""
 
     kind = "digest"
     status = 409
 
 
 class PlanRefused(WeightsError):
-    """The engine's model has other parameters than the trainer's."""
+    """The engine's model has other parameters than the trainer's, or the plan is none."""
 
     kind = "plan"
     status = 400
@@ -124,7 +149,7 @@ class Unreachable(WeightsError):
 KINDS: dict[str, type[WeightsError]] = {
     kind.kind: kind
     for kind in (
-        WeightsError, EpochRefused, GroupUnknown, UpdateAborted, UpdateInterrupted, DigestMismatch,
-        PlanRefused, Unreachable,
+        WeightsError, EpochRefused, GroupUnknown, UpdateAborted, UpdateInterrupted,
+        MemoryUnreadable, DigestMismatch, PlanRefused, Unreachable,
     )
 }  # fmt: skip

@@ -44,6 +44,10 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-dir", metavar="D", help="the run's folder (default: what CONFIG says)"
     )
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
         help="override a key of CONFIG, e.g. --set trainer.learning_rate=1e-5; repeatable",
@@ -56,10 +60,15 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 def load_config(arguments: argparse.Namespace) -> tuple[Config, RunDir]:
     """The configuration CONFIG names, overrides applied, and the folder of its run."""
-    from connectors.config import load
+    from connectors.config import ConfigError, load
     from connectors.run_dir import RunDir
     from deploy.run_folder import with_source
 
+    if Path(arguments.config).is_dir():
+        raise ConfigError(
+            f"{arguments.config}: is a folder; a run is resumed by the file in its own, "
+            f"{Path(arguments.config, 'config.toml')}"
+        )
     config = load(arguments.config, arguments.overrides)
     run_dir = RunDir(arguments.run_dir) if arguments.run_dir else RunDir.of(config)
     if Path(arguments.config).resolve() == run_dir.config_file:
@@ -69,8 +78,11 @@ def load_config(arguments: argparse.Namespace) -> tuple[Config, RunDir]:
 
 def load_run(arguments: argparse.Namespace) -> tuple[Config, RunDir]:
     """The configuration kept in the folder RUN; ConfigError when it holds no run."""
+    from connectors.config import ConfigError
     from connectors.run_dir import RunDir
     from deploy import run_folder
 
     run_dir = RunDir(arguments.run)
+    if not run_dir.path.exists():
+        raise ConfigError(f"{run_dir.path}: does not exist")
     return run_folder.load_run(run_dir), run_dir

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from deploy import errors
-from deploy.commands.arguments import Commands, add_json, command
+from deploy.commands.arguments import Commands, add_json, add_overrides, command
 from deploy.output import answer, stdout_for_answer
 
 
@@ -27,6 +27,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "config", metavar="CONFIG", nargs="?", help="also check what this file needs"
     )
+    add_overrides(parser)
     add_json(parser)
 
 
@@ -43,7 +44,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     from deploy.doctor import examine
 
     with stdout_for_answer(arguments.json):
-        checks = examine(arguments.config)
+        checks = examine(arguments.config, arguments.overrides)
     lines = [
         f"{'ok  ' if check.ok else 'FAIL'} {check.name}" + (f": {check.fix}" if check.fix else "")
         for check in checks

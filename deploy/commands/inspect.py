@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 
-from deploy import errors
+from deploy import errors, gpus
 from deploy.commands.arguments import Commands, add_json, add_run, command, load_run
 from deploy.output import answer, stdout_for_answer
 
@@ -31,29 +31,51 @@ def add(commands: Commands) -> None:
             )
             parser.add_argument("--to", type=int, metavar="M", dest="until", help="the last step")
         if name == "trace":
-            parser.add_argument("id", metavar="ID", help="a trajectory's or a group's id")
+            parser.add_argument(
+                "id",
+                metavar="ID",
+                help="a trajectory's or a group's id, or a prompt's own; "
+                "`headwater log RUN trajectories --last 1` shows some",
+            )
         add_json(parser)
 
 
 def status(arguments: argparse.Namespace) -> int:
     config, run_dir = load_run(arguments)
     from deploy.log import opened
+    from deploy.shadow_status import shadow_lines, shadow_status
     from deploy.status import RunStatus
     from deploy.view import status_lines
 
+    source = config.trainer.source
     with stdout_for_answer(arguments.json), opened(config, run_dir) as cluster:
-        found = RunStatus(config, run_dir, cluster).read()
-    answer(arguments.json, found, status_lines(found))
+        if source is None:
+            found, lines = RunStatus(config, run_dir, cluster).read(), status_lines
+        else:
+            found, lines = shadow_status(config, run_dir, cluster, source), shadow_lines
+    answer(arguments.json, found, lines(found))
     return errors.OK
 
 
 def audit(arguments: argparse.Namespace) -> int:
+    from connectors.config import ConfigError
+
     config, run_dir = load_run(arguments)
-    from deploy.audit_log import audit_lines, audit_run
+    if (source := config.trainer.source) is not None:
+        raise ConfigError(
+            f"{run_dir.path}: is a shadow's folder, which grants nothing that could be lost: audit "
+            f"its run, {source.run}, and replay the shadow"
+        )
+    from deploy.audit_log import audit_run
+    from deploy.audit_text import as_json, audit_lines, unprovable
+    from deploy.base import Unprovable
     from deploy.log import opened
 
     with stdout_for_answer(arguments.json), opened(config, run_dir) as cluster:
-        found = audit_run(config, cluster)
+        try:
+            found = as_json(audit_run(config, run_dir, cluster))
+        except Unprovable as error:
+            found = unprovable(str(error))
     answer(arguments.json, found, audit_lines(found))
     return errors.OK if found["ok"] else errors.NOT_VERIFIED
 
@@ -64,8 +86,9 @@ def replay(arguments: argparse.Namespace) -> int:
     config, run_dir = load_run(arguments)
     if arguments.last is not None and (arguments.first is not None or arguments.until is not None):
         raise ConfigError("replay: --last goes without --from and --to")
+    gpus.claim("trainer.num_gpus", config.trainer.num_gpus)
     from deploy.log import opened
-    from trainer.replay import NothingToReplay
+    from trainer.replay import NothingToReplay, difference_lines
     from trainer.replay import replay as execute_again
 
     with stdout_for_answer(arguments.json), opened(config, run_dir) as cluster:
@@ -81,10 +104,9 @@ def replay(arguments: argparse.Namespace) -> int:
         except NothingToReplay as error:
             raise errors.RunFailed(str(error), errors.FAILED) from error
     found = {"steps": done.steps, "equal": done.equal, "first_difference": done.first_difference}
-    verdict = "digests equal" if done.equal else "digests DIFFER"
+    verdict = "digests equal" if done.differs is None else "digests DIFFER"
     lines = [f"steps {done.first} to {done.last} executed again: {verdict}"]
-    if done.first_difference is not None:
-        lines.append(f"first difference: {done.first_difference}")
+    lines += difference_lines(done)
     answer(arguments.json, found, lines)
     return errors.OK if done.equal else errors.NOT_VERIFIED
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from connectors.signals import stop_on_signals
+from deploy import gpus
 from deploy.commands.arguments import Commands, add_config, command, load_config
 from deploy.lifeline import die_with
 
@@ -37,6 +38,8 @@ def add(commands: Commands) -> None:
         parser.add_argument("--supervisor", type=int, metavar="PID", help=argparse.SUPPRESS)
         if name in ("broker", "engine"):
             parser.add_argument("--port", type=int, help="port to serve on (default: a free one)")
+        if name == "broker":
+            parser.add_argument("--while-read", action="store_true", help=argparse.SUPPRESS)
         if name == "engine":
             parser.add_argument("--name", default="engine-0", help="its name within the run")
         if name == "trainer":
@@ -59,12 +62,13 @@ def _execute(role: Role) -> Callable[[argparse.Namespace], int]:
 def _broker(config: Config, run_dir: RunDir, arguments: argparse.Namespace) -> None:
     from deploy.log import serve_broker
 
-    serve_broker(config, run_dir, arguments.port)
+    serve_broker(config, run_dir, arguments.port, while_read=arguments.while_read)
 
 
 def _engine(config: Config, run_dir: RunDir, arguments: argparse.Namespace) -> None:
     from connectors.engines.server import serve_engine
 
+    gpus.claim("engine.num_gpus", config.engine.num_gpus)
     serve_engine(config, run_dir, arguments.name, port=arguments.port or 0)
 
 
@@ -93,6 +97,7 @@ def _evaluate(config: Config, run_dir: RunDir, arguments: argparse.Namespace) ->
 
 
 def _trainer(config: Config, run_dir: RunDir, arguments: argparse.Namespace) -> None:
+    gpus.claim("trainer.num_gpus", config.trainer.num_gpus)
     from trainer.loop import train
 
     limit = arguments.stop_after_steps

@@ -20,7 +20,7 @@ def add(commands: Commands) -> None:
         "--stop-after-steps",
         type=steps,
         metavar="N",
-        help="end once the run has N steps in all (default: trainer.num_steps)",
+        help="end once the run has N steps in all (default, and at most: trainer.num_steps)",
     )
     add_json(parser)
 

@@ -1,39 +1,37 @@
 """How far apart two versions are, across incarnations.
 
-Incarnations form a tree: each but the first was forked from a parent at a version number, either as
-a `rebuild` (the same manifests re-executed on hardware that gives other bits, so numbers go on
-meaning the same) or as a `rollback` (the parent's later versions were given up).
+Incarnations form a line: each but the first was forked from the one before it at a version number
+(`connectors.records.Fork`). This is the only place that subtracts versions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterable, Mapping
 
-import msgspec
-
-from connectors.records import Version
+from connectors.records import Fork, Version
 
 
-class Fork(msgspec.Struct, frozen=True, kw_only=True):
-    """An incarnation left `parent` after its version `number`."""
-
-    parent: int
-    number: int
-    reason: Literal["rebuild", "rollback"]
-
-
-def lag(newer: Version, older: Version, lineage: Mapping[int, Fork] | None = None) -> int:
+def lag(newer: Version, older: Version, lineage: Mapping[int, Fork]) -> int:
     """Staleness, in steps, of a token of version `older` trained at version `newer`; negative when
     `older` is ahead. `lineage` maps an incarnation to its fork; one that is not in it counts as a
     rebuild. Tokens of a version that a rollback gave up are as far away as the way back to the fork
     and forth again: (v - fork) + (m - fork).
     """
-    distance, incarnation, number = 0, newer.incarnation, newer.number
-    while incarnation != older.incarnation and lineage is not None and incarnation in lineage:
+    incarnation, common = newer.incarnation, newer.number
+    rolled_back = False
+    while incarnation != older.incarnation and incarnation in lineage:
         fork = lineage[incarnation]
         if fork.reason == "rollback":
-            distance, number = distance + number - fork.number, fork.number
+            common, rolled_back = min(common, fork.number), True
         incarnation = fork.parent
-    given_up = distance > 0 and older.number > number
-    return distance + (older.number - number if given_up else number - older.number)
+    if rolled_back and older.number > common:
+        return (newer.number - common) + (older.number - common)
+    return newer.number - older.number
+
+
+def stalest(
+    versions: Iterable[Version], newer: Version, lineage: Mapping[int, Fork]
+) -> Version | None:
+    """The one of `versions` that is the furthest behind `newer`, None of none. Of two, it stays the
+    same one however far training goes on."""
+    return max(versions, key=lambda version: lag(newer, version, lineage), default=None)

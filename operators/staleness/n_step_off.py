@@ -78,7 +78,7 @@ class NStepOff:
         steps, are taken: the open step would wait for it for ever."""
         if state.published is None:
             return 0
-        steps_ahead = self.n - lag(ledger.version, state.published)
+        steps_ahead = self.n - lag(ledger.version, state.published, ledger.lineage)
         if steps_ahead < 0:
             return 0
         places = ledger.free_slots + steps_ahead * ledger.batch_size
@@ -91,20 +91,17 @@ class NStepOff:
 
     def choose(self, state: Slots, ledger: Ledger) -> Choice:
         """Commits what is ready for the open step. A ready group that is too old all the same (n
-        was lowered, or an engine broke its promise) is dropped: it may not be trained, and held
-        it would stop training for ever."""
+        was lowered, a rollback, or an engine broke its promise) is dropped, due or not: it may not
+        be trained, and held it would stop training for ever."""
+        ready = [group for group in ledger.groups if group.state != "running"]
+        late = {g.group_id for g in ready if lag(ledger.version, g.oldest, ledger.lineage) > self.n}
         order = sorted([*state.taken.values(), *state.free])[: ledger.free_slots]
-        if not order:
-            return Choice()
-        last = order[-1]
-        due = [
-            group
-            for group in ledger.groups
-            if group.state != "running" and state.taken[group.group_id] <= last
-        ]
-        late = {g.group_id for g in due if lag(ledger.version, g.oldest) > self.n}
-        commit = tuple(g.group_id for g in due if g.group_id not in late)
-        return Choice(commit=commit, drop=tuple(g.group_id for g in due if g.group_id in late))
+        commit = tuple(
+            g.group_id
+            for g in ready
+            if g.group_id not in late and order and state.taken[g.group_id] <= order[-1]
+        )
+        return Choice(commit=commit, drop=tuple(g.group_id for g in ready if g.group_id in late))
 
 
 def _take(state: Slots, group_id: str) -> Slots:

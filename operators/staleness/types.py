@@ -3,10 +3,11 @@ the same object; its state is in the checkpoint (so it must be JSON-encodable by
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
-from connectors.records import Cancel, Version
+from connectors.records import Cancel, Fork, Version
 
 Unit = Literal["trajectory", "group", "batch"]
 GroupState = Literal["running", "ready", "held"]
@@ -16,7 +17,8 @@ GroupState = Literal["running", "ready", "held"]
 class OpenGroup:
     """A granted group that is neither trained nor closed.
 
-    oldest       lower bound of its start version; once it arrived, its true oldest version
+    oldest       lower bound of its start version; once it arrived, its true oldest version (across
+                 forks: its stalest)
     newest       its newest version once it arrived
     admitted_at  the published version when it was granted
     order        of admission, from 0; ready_order: of arrival, None while running
@@ -39,7 +41,7 @@ class OpenGroup:
 class Ledger:
     """All the feed knows when it asks. `version` is the one the open step trains at;
     `num_unpublished` counts groups trained (or committed to a closed step) whose weights are not
-    announced yet."""
+    announced yet; `lineage` is the fork of each incarnation, for `lag`."""
 
     version: Version
     batch_size: int
@@ -50,6 +52,7 @@ class Ledger:
     num_trained: int
     num_closed: int
     num_unpublished: int
+    lineage: Mapping[int, Fork] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

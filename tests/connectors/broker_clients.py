@@ -6,7 +6,7 @@ Both translate what a broker refuses into `Rejected` with Kafka's error code.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ import confluent_kafka.admin
 import kafka
 import kafka.admin
 import kafka.errors
+from kafka.protocol.consumer import OffsetSpec
 
 DEADLINE_S = 30.0
 LARGEST_BYTES = 66 << 20
@@ -44,6 +45,10 @@ class Received:
 
 
 class Client(Protocol):
+    name: str
+    bootstrap: str
+    created: Sequence[str]
+    """The topics that it has created."""
     compressions: Sequence[str]
 
     def create(
@@ -90,11 +95,38 @@ class Client(Protocol):
     def delete_records(self, topic: str, offset: int, partition: int = 0) -> int:
         """The partition's new earliest offset."""
 
+    def commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
+        """For a group that has no members."""
+
+    def committed(self, group: str) -> dict[tuple[str, int], int]: ...
+
+    def groups(self) -> list[str]: ...
+
+    def group(self, name: str) -> tuple[str, list[list[int]]]:
+        """Its state, and the partitions of each member."""
+
+    def delete_group(self, name: str) -> None: ...
+
+    def newest(self, topic: str, partition: int = 0) -> tuple[int, int]:
+        """Offset and time of the record with the latest time."""
+
+    def add_partitions(self, topic: str, num_partitions: int) -> None:
+        """Makes it `num_partitions` in all."""
+
+    def set_configs(self, topic: str, configs: Mapping[str, str | None]) -> None:
+        """Changes these, None to the default, and leaves the others."""
+
+    def replace_configs(self, topic: str, configs: Mapping[str, str]) -> None:
+        """These and no others are set from now on."""
+
 
 class KafkaPython:
-    compressions = ("gzip", "zstd")  # lz4 and snappy need packages that are not installed
+    name = "kafka-python"
+    compressions = ("gzip", "lz4", "snappy", "zstd")
 
     def __init__(self, bootstrap: str) -> None:
+        self.bootstrap = bootstrap
+        self.created: list[str] = []
         self._servers = {"bootstrap_servers": bootstrap}
 
     def _admin(self, call: Any) -> Any:
@@ -111,6 +143,7 @@ class KafkaPython:
     ) -> None:
         wanted = kafka.admin.NewTopic(topic, num_partitions, 1, topic_configs=dict(configs or {}))
         self._admin(lambda admin: admin.create_topics([wanted]))
+        self.created.append(topic)
 
     def delete(self, topic: str) -> None:
         self._admin(lambda admin: admin.delete_topics([topic]))
@@ -239,11 +272,76 @@ class KafkaPython:
         start: int = trimmed[where]["low_watermark"]
         return start
 
+    def commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
+        wanted = {
+            kafka.TopicPartition(topic, partition): kafka.OffsetAndMetadata(offset, "", -1)
+            for partition, offset in offsets.items()
+        }
+        done = self._admin(lambda admin: admin.alter_group_offsets(group, wanted))
+        for error in done.values():
+            if error.errno:
+                raise Rejected(error.errno)
+
+    def committed(self, group: str) -> dict[tuple[str, int], int]:
+        found = self._admin(lambda admin: admin.list_group_offsets({group: None}))
+        return {tuple(where): committed.offset for where, committed in found[group].items()}
+
+    def groups(self) -> list[str]:
+        return [each["group_id"] for each in self._admin(lambda admin: admin.list_groups())]
+
+    def group(self, name: str) -> tuple[str, list[list[int]]]:
+        found = self._admin(lambda admin: admin.describe_groups([name]))[name]
+        members = [
+            [p for topic in assignment["assigned_partitions"] for p in topic["partitions"]]
+            for assignment in (member["member_assignment"] for member in found["members"])
+            if assignment  # known in a stable group alone
+        ]
+        return found["group_state"], sorted(members)
+
+    def delete_group(self, name: str) -> None:
+        done = self._admin(lambda admin: admin.delete_groups([name]))[name]
+        if done != "OK":
+            raise Rejected(getattr(kafka.errors, done).errno)
+
+    def newest(self, topic: str, partition: int = 0) -> tuple[int, int]:
+        where = kafka.TopicPartition(topic, partition)
+        found = self._admin(
+            lambda admin: admin.list_partition_offsets({where: OffsetSpec.MAX_TIMESTAMP})
+        )
+        return found[where].offset, found[where].timestamp
+
+    def add_partitions(self, topic: str, num_partitions: int) -> None:
+        self._admin(lambda admin: admin.create_partitions({topic: num_partitions}))
+
+    def set_configs(self, topic: str, configs: Mapping[str, str | None]) -> None:
+        changes = {
+            name: ("DELETE", None) if value is None else ("SET", value)
+            for name, value in configs.items()
+        }
+        self._alter(topic, changes, incremental=True)
+
+    def replace_configs(self, topic: str, configs: Mapping[str, str]) -> None:
+        self._alter(topic, dict(configs), incremental=False)
+
+    def _alter(self, topic: str, configs: dict[str, Any], *, incremental: bool) -> None:
+        resource = kafka.admin.ConfigResource("TOPIC", topic, configs)
+
+        async def alter(admin: Any) -> Any:
+            # alter_configs would check them by what is described, and fill in what is missing.
+            return await admin._send_alter_configs_requests([resource], False, incremental)
+
+        outcome = self._admin(lambda admin: admin._manager.run(alter, admin))["topic"][topic]
+        if outcome != "OK":
+            raise Rejected(int(outcome.removeprefix("[Error ").split("]")[0]))
+
 
 class Confluent:
+    name = "confluent"
     compressions = ("gzip", "lz4", "snappy", "zstd")
 
     def __init__(self, bootstrap: str) -> None:
+        self.bootstrap = bootstrap
+        self.created: list[str] = []
         self._servers = {"bootstrap.servers": bootstrap, "log_level": 0}
 
     def _admin(self, call: Any) -> Any:
@@ -260,6 +358,7 @@ class Confluent:
             topic, num_partitions, 1, config=dict(configs or {})
         )
         self._admin(lambda admin: admin.create_topics([wanted]))
+        self.created.append(topic)
 
     def delete(self, topic: str) -> None:
         self._admin(lambda admin: admin.delete_topics([topic]))
@@ -396,8 +495,80 @@ class Confluent:
         start: int = trimmed.low_watermark
         return start
 
+    def commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
+        wanted = [
+            confluent_kafka.TopicPartition(topic, partition, offset)
+            for partition, offset in offsets.items()
+        ]
+        asked = [confluent_kafka.ConsumerGroupTopicPartitions(group, wanted)]
+        (done,) = self._admin(lambda admin: admin.alter_consumer_group_offsets(asked))
+        for each in done.topic_partitions:
+            if each.error is not None:
+                raise Rejected(each.error.code())
+
+    def committed(self, group: str) -> dict[tuple[str, int], int]:
+        asked = [confluent_kafka.ConsumerGroupTopicPartitions(group)]
+        (found,) = self._admin(lambda admin: admin.list_consumer_group_offsets(asked))
+        return {(each.topic, each.partition): each.offset for each in found.topic_partitions}
+
+    def groups(self) -> list[str]:
+        admin = confluent_kafka.admin.AdminClient(self._servers)
+        return [each.group_id for each in admin.list_consumer_groups().result(DEADLINE_S).valid]
+
+    def group(self, name: str) -> tuple[str, list[list[int]]]:
+        (found,) = self._admin(lambda admin: admin.describe_consumer_groups([name]))
+        members = [
+            [where.partition for where in member.assignment.topic_partitions]
+            for member in found.members
+        ]
+        return found.state.name.capitalize(), sorted(members)
+
+    def delete_group(self, name: str) -> None:
+        self._admin(lambda admin: admin.delete_consumer_groups([name]))
+
+    def newest(self, topic: str, partition: int = 0) -> tuple[int, int]:
+        where = confluent_kafka.TopicPartition(topic, partition)
+        latest = confluent_kafka.admin.OffsetSpec.max_timestamp()
+        (found,) = self._admin(lambda admin: admin.list_offsets({where: latest}))
+        return found.offset, found.timestamp
+
+    def add_partitions(self, topic: str, num_partitions: int) -> None:
+        wanted = confluent_kafka.admin.NewPartitions(topic, num_partitions)
+        self._admin(lambda admin: admin.create_partitions([wanted]))
+
+    def set_configs(self, topic: str, configs: Mapping[str, str | None]) -> None:
+        kind = confluent_kafka.admin.AlterConfigOpType
+        changes = [
+            confluent_kafka.admin.ConfigEntry(
+                name, value, incremental_operation=kind.DELETE if value is None else kind.SET
+            )
+            for name, value in configs.items()
+        ]
+        resource = confluent_kafka.admin.ConfigResource("topic", topic, incremental_configs=changes)
+        self._admin(lambda admin: admin.incremental_alter_configs([resource]))
+
+    def replace_configs(self, topic: str, configs: Mapping[str, str]) -> None:
+        resource = confluent_kafka.admin.ConfigResource("topic", topic, set_config=dict(configs))
+        self._admin(lambda admin: admin.alter_configs([resource]))
+
 
 def _cause(error: Any) -> int:
     if error.code() == confluent_kafka.KafkaError._AUTO_OFFSET_RESET:
         return int(confluent_kafka.KafkaError.OFFSET_OUT_OF_RANGE)
     return int(error.code())
+
+
+def soon(is_so: Callable[[], bool]) -> bool:
+    """Whether it becomes so: a Kafka of several nodes takes a moment to know what it has done."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+CLIENTS: dict[str, type[KafkaPython] | type[Confluent]] = {
+    "kafka-python": KafkaPython,
+    "confluent": Confluent,
+}

@@ -14,6 +14,7 @@ from kafka.record.default_records import DefaultRecordBatchBuilder
 from kafka.record.memory_records import MemoryRecords
 
 READ_UNCOMMITTED = 0
+FIRST_MS = 1_700_000_000_000
 
 
 def batch(
@@ -22,21 +23,23 @@ def batch(
     producer_id: int = -1,
     epoch: int = -1,
     sequence: int = -1,
-    timestamp_ms: int = 1_700_000_000_000,
+    timestamps_ms: Sequence[int] | None = None,
     transactional: bool = False,
+    compression: int = 0,
 ) -> bytes:
-    """One uncompressed record batch as a producer sends it."""
+    """One record batch as a producer sends it; `compression` is Kafka's number for the codec."""
+    times = timestamps_ms or range(FIRST_MS, FIRST_MS + len(values))
     builder = DefaultRecordBatchBuilder(
         magic=2,
-        compression_type=0,
+        compression_type=compression,
         is_transactional=transactional,
         producer_id=producer_id,
         producer_epoch=epoch,
         base_sequence=sequence,
         batch_size=1 << 30,
     )
-    for index, value in enumerate(values):
-        builder.append(index, timestamp=timestamp_ms + index, key=None, value=value, headers=[])
+    for index, (value, at_ms) in enumerate(zip(values, times, strict=True)):
+        builder.append(index, timestamp=at_ms, key=None, value=value, headers=[])
     return bytes(builder.build())
 
 

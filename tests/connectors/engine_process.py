@@ -1,4 +1,4 @@
-"""Starts and ends a real `hf` engine process."""
+"""Starts and ends a real engine process of either kind."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from connectors.run_dir import RunDir
 
 PROGRAM = Path(__file__).with_name("engine_program.py")
+START_S = 240.0
 
 
 class EngineProcess:
@@ -23,8 +24,9 @@ class EngineProcess:
         folder: Path,
         model: Path,
         *,
+        kind: str = "hf",
         name: str = "engine-0",
-        dying: bool = False,
+        context_tokens: int = 1024,
         **engine: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -32,10 +34,10 @@ class EngineProcess:
         config = folder / "config.toml"
         settings = "\n".join(f"{key} = {value}" for key, value in engine.items())
         config.write_text(
-            f'[model]\npath = "{model}"\ncontext_tokens = 1024\n'
-            f'[engine]\n{settings}\n[tasks.t]\nreward = "exact_match"\n'
+            f'[model]\npath = "{model}"\ncontext_tokens = {context_tokens}\n'
+            f'[engine]\nkind = "{kind}"\n{settings}\n[tasks.t]\nreward = "exact_match"\n'
         )
-        arguments = [str(config), str(folder), name, *(["dying"] if dying else [])]
+        arguments = [str(config), str(folder), name]
         self.log = folder / f"{name}.log"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -47,7 +49,7 @@ class EngineProcess:
         self.url = self._wait(name)
 
     def _wait(self, name: str) -> str:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the engine ended:\n{self.log.read_text()}")
@@ -56,7 +58,11 @@ class EngineProcess:
                     return role.url
             time.sleep(0.05)
         self.kill()
-        raise TimeoutError("the engine did not start")
+        raise TimeoutError(f"the engine did not start:\n{self.log.read_text()}")
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -67,7 +73,7 @@ class EngineProcess:
 
     def stop(self) -> int:
         """SIGTERM; the exit code."""
-        if self.process.poll() is None:
+        if not self.ended:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
         try:

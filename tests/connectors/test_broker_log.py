@@ -12,9 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from connectors.broker import segment
+from connectors.broker.batch import HEADER, parse_header, record_times, with_append_time
+from connectors.broker.configs import LogConfig
 from connectors.broker.errors import CorruptLog, ErrorCode, Refused
-from connectors.broker.log import Log
-from connectors.broker.segment import Segment
+from connectors.broker.log import START_FILE, Log
 from tests.connectors.broker_wire import batch, records
 
 values = st.lists(st.binary(max_size=40), min_size=1, max_size=4)
@@ -46,16 +48,100 @@ def segment_files(folder: Path) -> list[Path]:
     batches=st.lists(values, max_size=12),
     max_bytes=st.integers(0, 400),
     segment_bytes=st.integers(1, 600),
+    index_every=st.integers(1, 400),
 )
-def test_what_was_appended_is_read_back_whatever_the_limits(batches, max_bytes, segment_bytes):
-    with tempfile.TemporaryDirectory() as folder:
-        log = Log(Path(folder), segment_bytes=segment_bytes)
+def test_what_was_appended_is_read_back_whatever_the_limits(
+    batches, max_bytes, segment_bytes, index_every
+):
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segment, "INDEX_EVERY_BYTES", index_every)
+        log = Log(Path(folder), LogConfig(segment_bytes=segment_bytes))
         for each in batches:
             log.append(batch(each))
         assert stored(log, max_bytes) == numbered(batches)
-        reopened = Log(Path(folder), segment_bytes=segment_bytes)
+        reopened = Log(Path(folder), LogConfig(segment_bytes=segment_bytes))
         assert stored(reopened) == numbered(batches)
         assert reopened.repair is None
+
+
+def test_a_read_gives_as_many_whole_batches_as_fit_wherever_it_begins(tmp_path):
+    size = len(batch([b"x" * 300]))
+    log = Log(tmp_path)
+    for _ in range(400):
+        log.append(batch([b"x" * 300]))
+    for offset in range(0, 400, 7):
+        for num_batches in (1, 5, 150):
+            data = log.read(offset, num_batches * size + size // 2)
+            assert data is not None
+            assert data.num_bytes == min(num_batches, 400 - offset) * size
+            assert records(data.read())[0][0] == offset
+
+
+def test_the_index_does_not_grow_with_the_number_of_small_batches(tmp_path):
+    log = Log(tmp_path)
+    for _ in range(2000):
+        log.append(batch([b"x"]))
+    (kept,) = log._segments
+    assert len(kept._positions) <= kept.size // segment.INDEX_EVERY_BYTES + 1
+
+
+times = st.integers(0, 20)
+timed = st.lists(st.lists(times, min_size=1, max_size=4), max_size=10)
+
+
+@quick
+@given(batches=timed, since_ms=st.integers(0, 22), trimmed=st.floats(0, 1), reopened=st.booleans())
+def test_a_time_gives_the_first_record_that_late_though_times_are_in_no_order(
+    batches, since_ms, trimmed, reopened
+):
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segment, "INDEX_EVERY_BYTES", 150)
+        config = LogConfig(segment_bytes=300)
+        log = Log(Path(folder), config)
+        for number, each in enumerate(batches):
+            log.append(batch([b"v"] * len(each), timestamps_ms=each, compression=number % 5))
+        start = log.trim(int(trimmed * log.end_offset))
+        if reopened:
+            log = Log(Path(folder), config)
+        kept = list(enumerate(at_ms for each in batches for at_ms in each))[start:]
+        assert log.first_since(since_ms) == next((r for r in kept if r[1] >= since_ms), None)
+        assert log.newest() == max(kept, key=lambda r: (r[1], -r[0]), default=None)
+
+
+def test_a_batch_dated_by_the_broker_is_sound_and_dated(tmp_path):
+    log = Log(tmp_path)
+    for compression in range(5):
+        log.append(batch([b"a", b"b"], compression=compression), 12_345)
+    log.append(batch([b"as it came"], timestamps_ms=[7]))
+    for each in (log, Log(tmp_path)):
+        assert each.repair is None
+        assert stored(each) == numbered([[b"a", b"b"]] * 5 + [[b"as it came"]])
+        data = each.read(0, 1)
+        assert data is not None
+        assert list(record_times(data.read())) == [(0, 12_345), (1, 12_345)]
+        assert each.newest() == (0, 12_345)
+        assert each.first_since(12_346) is None
+
+
+def test_a_batch_without_records_in_it_has_no_times(tmp_path):
+    log = Log(tmp_path)
+    hollow = bytearray(batch([b"x" * 50], compression=4))
+    hollow[61:] = b"?" * len(hollow[61:])
+    header = parse_header(hollow)
+    log.append(HEADER.pack(*with_append_time(header, hollow, 9)) + bytes(hollow[61:]))
+    with pytest.raises(Refused) as refusal:
+        log.first_since(5)
+    assert refusal.value.code == ErrorCode.CORRUPT_MESSAGE
+
+
+def test_damage_while_in_use_is_named(tmp_path):
+    log = Log(tmp_path)
+    for value in (b"a", b"b"):
+        log.append(batch([value]))
+    file = segment_files(tmp_path)[0]
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(CorruptLog, match=rf"{file}: was damaged at byte 0"):
+        log.read(1, 100)
 
 
 @quick
@@ -119,7 +205,7 @@ def test_a_tail_of_zeros_as_power_loss_leaves_it_is_cut_off(tmp_path):
 
 
 def test_damage_in_an_older_segment_is_refused_by_name(tmp_path):
-    log = Log(tmp_path, segment_bytes=1)
+    log = Log(tmp_path, LogConfig(segment_bytes=1))
     for value in (b"a", b"b"):
         log.append(batch([value]))
     oldest = segment_files(tmp_path)[0]
@@ -130,7 +216,7 @@ def test_damage_in_an_older_segment_is_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_missing_segment_is_refused_by_name(tmp_path, missing):
-    log = Log(tmp_path, segment_bytes=1)
+    log = Log(tmp_path, LogConfig(segment_bytes=1))
     for value in (b"a", b"b", b"c"):
         log.append(batch([value]))
     files = segment_files(tmp_path)
@@ -142,7 +228,7 @@ def test_a_missing_segment_is_refused_by_name(tmp_path, missing):
 
 
 def test_trimming_removes_whole_segments_and_is_remembered(tmp_path):
-    log = Log(tmp_path, segment_bytes=1)
+    log = Log(tmp_path, LogConfig(segment_bytes=1))
     for value in (b"a", b"b", b"c", b"d"):
         log.append(batch([value, value]))
     assert log.trim(5) == 5
@@ -158,8 +244,18 @@ def test_trimming_removes_whole_segments_and_is_remembered(tmp_path):
     assert Log(tmp_path).end_offset == 8
 
 
+def test_what_a_crash_left_of_a_trim_goes_when_the_log_is_opened(tmp_path):
+    log = Log(tmp_path, LogConfig(segment_bytes=1))
+    for value in (b"a", b"b", b"c"):
+        log.append(batch([value]))
+    (tmp_path / START_FILE).write_text("2")  # written first; the crash came before the removal
+    log = Log(tmp_path)
+    assert [int(file.stem) for file in segment_files(tmp_path)] == [2]
+    assert stored(log) == [(2, b"c")]
+
+
 def test_a_range_being_sent_outlives_the_removal_of_its_segment(tmp_path):
-    log = Log(tmp_path, segment_bytes=1)
+    log = Log(tmp_path, LogConfig(segment_bytes=1))
     for value in (b"a", b"b"):
         log.append(batch([value]))
     sending = log.read(0, 1 << 20)
@@ -185,70 +281,12 @@ def test_a_range_being_sent_outlives_the_removal_of_its_segment(tmp_path):
     ],
 )
 def test_what_is_no_sound_batch_is_refused_and_leaves_no_trace(tmp_path, data, code):
-    log = Log(tmp_path, max_batch_bytes=1000)
+    log = Log(tmp_path, LogConfig(max_batch_bytes=1000))
     log.append(batch([b"before"]))
     with pytest.raises(Refused) as refusal:
         log.append(data)
     assert refusal.value.code == code
     assert stored(log) == stored(Log(tmp_path)) == [(0, b"before")]
-
-
-class TestIdempotentProducers:
-    """Each case also with the log reopened in between: the states come back from the batches."""
-
-    @pytest.fixture(params=["running", "reopened"])
-    def again(self, request):
-        return (lambda log: log) if request.param == "running" else (lambda log: Log(log.folder))
-
-    def write(self, log: Log, sequence: int, num_records: int = 2, epoch: int = 0) -> int:
-        values = [b"v"] * num_records
-        return log.append(batch(values, producer_id=7, epoch=epoch, sequence=sequence))
-
-    def test_a_repeat_is_acknowledged_where_it_is_stored(self, tmp_path, again):
-        log = Log(tmp_path)
-        log.append(batch([b"other"]))
-        offsets = [self.write(log, sequence) for sequence in (0, 2, 4, 6, 8)]
-        log = again(log)
-        assert [self.write(log, sequence) for sequence in (0, 2, 4, 6, 8)] == offsets
-        assert log.end_offset == 11
-
-    def test_a_gap_is_refused(self, tmp_path, again):
-        log = Log(tmp_path)
-        self.write(log, 0)
-        log = again(log)
-        with pytest.raises(Refused) as refusal:
-            self.write(log, 4)
-        assert refusal.value.code == ErrorCode.OUT_OF_ORDER_SEQUENCE_NUMBER
-        assert self.write(log, 2) == 2
-
-    def test_a_repeat_older_than_five_batches_is_refused_not_written(self, tmp_path, again):
-        log = Log(tmp_path)
-        for sequence in range(0, 12, 2):
-            self.write(log, sequence)
-        log = again(log)
-        with pytest.raises(Refused):
-            self.write(log, 0)
-        assert log.end_offset == 12
-
-    def test_an_older_epoch_is_fenced_and_a_newer_one_starts_at_0(self, tmp_path, again):
-        log = Log(tmp_path)
-        self.write(log, 0, epoch=3)
-        log = again(log)
-        with pytest.raises(Refused) as refusal:
-            self.write(log, 2, epoch=2)
-        assert refusal.value.code == ErrorCode.INVALID_PRODUCER_EPOCH
-        with pytest.raises(Refused) as refusal:
-            self.write(log, 2, epoch=4)
-        assert refusal.value.code == ErrorCode.OUT_OF_ORDER_SEQUENCE_NUMBER
-        assert self.write(log, 0, epoch=4) == 2
-
-    def test_sequence_numbers_wrap_behind_the_largest_int32(self, tmp_path, again):
-        log = Log(tmp_path)
-        # An unknown producer may start anywhere: its older records may have been trimmed.
-        self.write(log, 2**31 - 1, num_records=1)
-        log = again(log)
-        assert self.write(log, 0) == 1
-        assert self.write(log, 2) == 3
 
 
 class TestAFullDisk:
@@ -311,4 +349,4 @@ def test_synced_appends_reach_the_disk_before_they_return(tmp_path, monkeypatch)
 def test_a_file_whose_name_is_no_offset_is_refused(tmp_path):
     (tmp_path / "copy.log").touch()
     with pytest.raises(CorruptLog, match=r"copy\.log"):
-        Segment.at(tmp_path / "copy.log")
+        segment.Segment.at(tmp_path / "copy.log")

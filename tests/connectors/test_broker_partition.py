@@ -22,12 +22,12 @@ class BlockingLog(Log):
         self.num_at_once = 0
         self.most_at_once = 0
 
-    def append(self, data: bytes) -> int:
+    def append(self, data: bytes, append_ms: int = -1) -> int:
         self.num_at_once += 1
         self.most_at_once = max(self.most_at_once, self.num_at_once)
         assert self.let_go.wait(DEADLINE_S)
         try:
-            return super().append(data)
+            return super().append(data, append_ms)
         finally:
             self.num_at_once -= 1
 

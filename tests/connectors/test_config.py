@@ -44,7 +44,6 @@ def config_file(tmp_path: Path, text: str) -> Path:
             "[trainer]\nlearning_rate = inf",
             "trainer.learning_rate: input should be a finite number",
         ),
-        ("[engine]\nkind = 'vllm'", "engine.kind: only 'hf' is available yet, got 'vllm'"),
         ("[rollout]\noversample = 2", "rollout.oversample: only 0 is available yet, got 2"),
         (
             "[tasks.b]\nreward = 'x'\ngroup_size = 1",
@@ -63,6 +62,47 @@ def test_a_wrong_key_or_value_is_one_line_that_names_it(
         load(file)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_trimmed_log_hangs_on_more_than_one_checkpoint(tmp_path: Path) -> None:
+    text = MINIMAL + "[checkpoint]\ntrim_log = true\nkeep = 1\n"
+    with pytest.raises(ConfigError, match=r"trim_log needs checkpoint\.keep of at least 2, got 1"):
+        load(config_file(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:8000",
+        "",
+        "ftp://x",
+        "http://",
+        "http://:8000",
+        "http://[bad",
+        "http://h:99999999",
+        "http://h:0",
+        "http://h:x",
+        "http://a b:1",
+        "http://h:1?x=1",
+    ],
+)
+def test_an_engine_url_that_names_no_engine_is_refused(tmp_path: Path, url: str) -> None:
+    text = MINIMAL + f"[engine]\nurls = ['http://h:1', '{url}']"
+    with pytest.raises(
+        ConfigError, match=r"engine\.urls\.1: should be http:// or https://"
+    ) as caught:
+        load(config_file(tmp_path, text))
+    assert f"got {url!r}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_engine_urls_are_of_any_host_and_may_have_a_port_and_a_path(tmp_path: Path) -> None:
+    urls = ["http://127.0.0.1:8000", "https://engines.example/one/", "http://[::1]:8000"]
+    config = parse(
+        {"engine": {"urls": urls}, "model": {"path": "m"}, "tasks": {"a": {"reward": "x"}}},
+        base_dir="",
+    )
+    assert config.engine.urls == urls
 
 
 def test_a_task_without_reward_and_a_file_that_is_none_are_refused(tmp_path: Path) -> None:

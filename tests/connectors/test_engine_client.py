@@ -1,351 +1,304 @@
-"""The client and the pool, against engines written by hand that misbehave on purpose."""
+"""One engine over HTTP: what is taken as an answer and what is not."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import pytest
 from aiohttp import web
 
-from connectors.engines.client import EnginePool, HttpEngine
+from connectors.engines import client as client_module
+from connectors.engines.answers import nonsense
+from connectors.engines.client import HttpEngine
 from connectors.engines.types import (
     Completion,
     EngineError,
     EngineState,
     EngineUnavailable,
-    GenerateRequest,
     RequestRefused,
+    Sampling,
 )
 from connectors.records import Segment, Version
-
-Answer = Callable[[web.Request], Awaitable[web.Response]]
-
-
-def completion(token_id: int) -> Completion:
-    return Completion(
-        token_ids=(token_id,),
-        logprobs=(-0.5,),
-        segments=(Segment(0, 1, 0, 1),),
-        finish_reason="stop",
-    )
+from tests.connectors.scripted_engine import (
+    ScriptedEngine,
+    always,
+    completion,
+    request,
+    run,
+    says,
+    serving,
+)
 
 
-def reply(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), status=status)
+def made(**changes: Any) -> Completion:
+    """Three ids, the first two by version 0.1, the last by 0.2."""
+    fields = {
+        "token_ids": (5, 6, 7),
+        "logprobs": (-0.1, -0.2, -0.3),
+        "segments": (Segment(0, 2, 0, 1), Segment(2, 3, 0, 2)),
+        "finish_reason": "length",
+    }
+    return Completion(**(fields | changes))
 
 
-def error(kind: str, status: int) -> web.Response:
-    return reply({"error": f"this is {kind}", "kind": kind}, status)
+def spans(*ends: tuple[int, int]) -> dict[str, Any]:
+    return {"segments": tuple(Segment(a, b, 0, 1) for a, b in ends)}
 
 
-class ScriptedEngine:
-    """Answers /generate with `script`, the last entry for ever; completions carry `token_id`."""
+def versions(first: int, second: int) -> dict[str, Any]:
+    return {"segments": (Segment(0, 2, 0, first), Segment(2, 3, 0, second))}
 
-    def __init__(self, *script: Answer, token_id: int = 7, version: int | None = 1) -> None:
-        self.script = list(script)
-        self.token_id, self.version = token_id, version
-        self.num_generate = 0
-        self.num_running = 0
-        self.finished: dict[str, tuple[Completion, ...]] = {}
-        self.cancelled: list[str] = []
-        self.silent = asyncio.Event()
-        self.url = ""
 
-    async def generate(self, request: web.Request) -> web.Response:
-        self.num_generate += 1
-        step = self.script.pop(0) if len(self.script) > 1 else self.script[0]
-        return await step(request)
+NOTHING = Completion(token_ids=(), logprobs=(), segments=(), finish_reason="cancelled")
+THREE = request(sampling=Sampling(max_tokens=3, stop_ids=(9,)))  # asked with two ids
+STATE = EngineState(
+    version=Version(0, 2),
+    digest="d",
+    epoch=0,
+    num_running=0,
+    num_queued=0,
+    kv_use=0.0,
+    info={"context_tokens": 8, "vocab_size": 100},
+)
 
-    async def works(self, _: web.Request) -> web.Response:
-        return reply([completion(self.token_id)])
+NONSENSE = [
+    (made(logprobs=(-0.1, -0.2)), "3 ids and 2 log-probs"),
+    (made(token_ids=(5, 6)), "2 ids and 3 log-probs"),
+    (made(logprobs=(-0.1, float("nan"), -0.3)), "a log-prob is nan"),
+    (made(logprobs=(-0.1, -0.2, float("-inf"))), "a log-prob is -inf"),
+    (made(logprobs=(-0.1, -1e300, -0.3)), "a log-prob is -1e+300"),
+    (made(logprobs=(0.1, -0.2, -0.3)), "a log-prob is 0.1"),
+    (made(token_ids=(5, -1, 7)), "token id -1 is outside the vocabulary of 100"),
+    (made(token_ids=(5, 100, 7)), "token id 100 is outside the vocabulary of 100"),
+    (made(**spans()), "segments cover 0 of 3 ids"),
+    (made(**spans((0, 2))), "segments cover 2 of 3 ids"),
+    (made(**spans((0, 4))), "segments cover 4 of 3 ids"),
+    (made(**spans((1, 3))), "segment [1, 3) does not go on at 0"),
+    (made(**spans((0, 2), (1, 3))), "segment [1, 3) does not go on at 2"),
+    (made(**spans((0, 0), (0, 3))), "segment [0, 0) does not go on at 0"),
+    (made(**versions(2, 1)), "ids of version 0.1 after ids of version 0.2"),
+    (made(**versions(1, 1001)), "ids of version 0.1001, the engine holds 0.2"),
+    (made(**versions(1, 2**70)), f"ids of version 0.{2**70}, the engine holds 0.2"),
+    (msgspec.structs.replace(NOTHING, finish_reason="stop"), "ended by stop without an id"),
+    (msgspec.structs.replace(NOTHING, finish_reason="length"), "ended by length without an id"),
+]
 
-    async def finishes_but_the_line_breaks(self, request: web.Request) -> web.Response:
-        body = msgspec.json.decode(await request.read(), type=GenerateRequest)
-        self.finished[body.request_id] = (completion(self.token_id),)
-        return await self.hangs_up(request)
 
-    async def hangs_up(self, request: web.Request) -> web.Response:
-        assert request.transport is not None
-        request.transport.abort()
-        return web.Response()
+@pytest.mark.parametrize(("done", "why"), NONSENSE)
+def test_what_could_not_be_trained_on_makes_no_sense(done: Completion, why: str) -> None:
+    assert nonsense((made(), done), None, STATE) == why
 
-    async def attach(self, request: web.Request) -> web.Response:
-        body = msgspec.json.decode(await request.read())
-        return reply(self.finished.get(body["request_id"]))
 
-    async def cancel(self, request: web.Request) -> web.Response:
-        body = msgspec.json.decode(await request.read())
-        self.cancelled.append(body["request_id"])
-        return reply([completion(self.token_id)])
+WRONG_ENDS = [
+    (made(), {"max_tokens": 2}, "3 ids, asked for were at most 2"),
+    (made(finish_reason="cancelled"), {"max_tokens": 2}, "3 ids, asked for were at most 2"),
+    (made(finish_reason="stop"), {}, "ended by stop, but 7 is no stop id"),
+    (made(), {"stop_ids": (7,)}, "ended by length, but 7 is a stop id"),
+    (made(), {"max_tokens": 4}, "ended by length after 3 of 4 ids, the context is 8"),
+]
 
-    async def state(self, _: web.Request) -> web.Response:
-        if self.silent.is_set():
-            await asyncio.Event().wait()
-        version = None if self.version is None else Version(0, self.version)
-        return reply(
-            EngineState(
-                version=version,
-                digest="d",
-                epoch=0,
-                num_running=self.num_running,
-                num_queued=0,
-                kv_use=self.num_running / 10,
-            )
+
+@pytest.mark.parametrize(("done", "asked", "why"), WRONG_ENDS)
+def test_an_answer_ends_where_and_because_of_what_it_says(
+    done: Completion, asked: dict[str, Any], why: str
+) -> None:
+    sampling = msgspec.structs.replace(THREE.sampling, **asked)
+    assert nonsense((done,), request(sampling=sampling), STATE) == why
+
+
+def told(**info: int) -> EngineState:
+    return msgspec.structs.replace(STATE, info=info)
+
+
+def test_an_engine_may_cut_at_its_context_and_only_there() -> None:
+    longer = request(sampling=Sampling(max_tokens=9))
+    assert nonsense((made(),), longer, told(context_tokens=5)) is None
+    assert nonsense((made(),), longer, told(context_tokens=6)) is not None
+    assert nonsense((made(),), longer, told()) is not None
+
+
+def test_ids_fit_an_int32_where_the_vocabulary_is_not_known() -> None:
+    assert nonsense((made(token_ids=(5, 100, 7)),), THREE, told()) is None
+    assert nonsense((made(token_ids=(5, 2**31, 7)),), THREE, told()) is not None
+
+
+def test_an_engine_that_holds_nothing_wrote_nothing() -> None:
+    empty = msgspec.structs.replace(STATE, version=None, epoch=-1)
+    assert nonsense((NOTHING,), THREE, empty) is None
+    assert nonsense((made(),), THREE, empty) == "ids of version 0.1, the engine never held one"
+
+
+def test_an_engine_that_is_taking_a_version_wrote_with_the_one_before() -> None:
+    between = msgspec.structs.replace(STATE, version=None, epoch=3)
+    assert nonsense((made(),), THREE, between) is None
+
+
+def test_whole_completions_make_sense_whatever_their_length() -> None:
+    two = msgspec.structs.replace(THREE, num_samples=2, min_version=Version(0, 1))
+    stopped = made(token_ids=(5, 6, 9), finish_reason="stop")
+    certain = made(logprobs=(0.0, 5e-4, -1e30))
+    cut = made(finish_reason="cancelled")
+    for done in (made(), NOTHING, stopped, certain, cut):
+        assert nonsense((done,), None, STATE) is None
+        assert nonsense((done, done), two, STATE) is None
+    assert nonsense((), None, STATE) is None
+
+
+def test_an_answer_has_as_many_completions_as_were_asked_for() -> None:
+    two = msgspec.structs.replace(THREE, num_samples=2)
+    assert nonsense((made(),), two, STATE) == "1 completions for 2 samples"
+    assert nonsense((), THREE, STATE) == "0 completions for 1 samples"
+
+
+def test_ids_of_an_older_version_than_asked_for_are_no_answer() -> None:
+    newer = msgspec.structs.replace(THREE, min_version=Version(0, 2))
+    why = nonsense((made(),), newer, STATE)
+    assert why == "ids of version 0.1, asked for was 0.2 or newer"
+
+
+def test_the_engine_is_asked_what_it_holds_after_an_answer_that_leaves_a_doubt() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine()
+        async with serving(engine):
+            client = HttpEngine(engine.url)
+            await client.generate(request())
+            await client.generate(request())
+            assert engine.num_states == 1, "the second left no doubt"
+            engine.version = Version(0, 2)
+            assert await client.generate(request()) == (completion(7, Version(0, 2)),)
+            assert engine.num_states == 2
+            engine.script = [says([completion(7, Version(0, 1002))])]
+            with pytest.raises(EngineError, match=r"version 0.1002, the engine holds 0\.2"):
+                await client.generate(request())
+            await client.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("number", [2**70, 2**31, -1])
+def test_a_version_beyond_int32_is_no_answer(number: int) -> None:
+    async def main() -> None:
+        answer = says(
+            [
+                {
+                    "token_ids": [7],
+                    "logprobs": [-0.5],
+                    "segments": [{"start": 0, "end": 1, "incarnation": 0, "number": number}],
+                    "finish_reason": "length",
+                }
+            ]
         )
+        async with serving(engine := ScriptedEngine(answer)):
+            client = HttpEngine(engine.url)
+            with pytest.raises(EngineError, match=r"makes no sense: .*(`int`|Int)"):
+                await client.generate(request())
+            await client.close()
+
+    run(main())
 
 
-def always(kind: str, status: int) -> Answer:
-    async def answer(_: web.Request) -> web.Response:
-        return error(kind, status)
+def test_an_answer_nested_without_end_is_an_error() -> None:
+    async def deep(_: web.Request) -> web.Response:
+        return web.Response(body=b"[" * 100_000)
 
-    return answer
-
-
-@asynccontextmanager
-async def serving(engine: ScriptedEngine) -> AsyncIterator[ScriptedEngine]:
-    if not engine.script:
-        engine.script = [engine.works]
-    app = web.Application()
-    app.add_routes(
-        [
-            web.post("/generate", engine.generate),
-            web.post("/attach", engine.attach),
-            web.post("/cancel", engine.cancel),
-            web.get("/state", engine.state),
-        ]
-    )
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
-        yield engine
-    finally:
-        await runner.cleanup()
-
-
-@asynccontextmanager
-async def pool_of(*engines: ScriptedEngine, **settings: Any) -> AsyncIterator[EnginePool]:
-    pool = EnginePool(lambda: [e.url for e in engines if e.url], **settings)
-    try:
-        yield pool
-    finally:
-        await pool.close()
-
-
-def request(name: str = "r", **changes: Any) -> GenerateRequest:
-    return GenerateRequest(request_id=name, token_ids=(1, 2), **changes)
-
-
-def test_a_refusal_is_raised_at_once() -> None:
     async def main() -> None:
-        engine = ScriptedEngine(always("refused", 400))
-        async with serving(engine), pool_of(engine) as pool:
-            with pytest.raises(RequestRefused, match="this is refused"):
-                await pool.generate(request())
-            assert engine.num_generate == 1
-
-    asyncio.run(main())
-
-
-def test_the_third_answered_failure_is_an_error() -> None:
-    async def main() -> None:
-        engine = ScriptedEngine(always("error", 500))
-        async with serving(engine), pool_of(engine) as pool:
-            with pytest.raises(EngineError, match="this is error"):
-                await pool.generate(request())
-            assert engine.num_generate == 3
-
-    asyncio.run(main())
-
-
-def test_an_engine_that_stops_or_breaks_the_line_is_no_failure_however_often() -> None:
-    async def main() -> None:
-        engine = ScriptedEngine()
-        stopping = always("unavailable", 503)
-        engine.script = [stopping, engine.hangs_up, stopping, engine.hangs_up, engine.works]
-        async with serving(engine), pool_of(engine) as pool:
-            assert await pool.generate(request()) == (completion(7),)
-            assert engine.num_generate == 5
-
-    asyncio.run(main())
-
-
-def test_work_done_before_the_line_broke_is_fetched_and_not_done_again() -> None:
-    async def main() -> None:
-        engine = ScriptedEngine()
-        engine.script = [engine.finishes_but_the_line_breaks, engine.works]
-        async with serving(engine), pool_of(engine) as pool:
-            assert await pool.generate(request()) == (completion(7),)
-            assert engine.num_generate == 1
-
-    asyncio.run(main())
-
-
-def test_without_an_engine_the_pool_waits_for_one_to_come() -> None:
-    async def main() -> None:
-        engine = ScriptedEngine()
-        async with pool_of(engine) as pool:
-            waiting = asyncio.create_task(pool.generate(request()))
-            await asyncio.sleep(0)
-            assert not waiting.done()
-            async with serving(engine):
-                assert await waiting == (completion(7),)
-
-    asyncio.run(main())
-
-
-def test_an_engine_that_is_gone_is_passed_over() -> None:
-    async def main() -> None:
-        gone, there = ScriptedEngine(), ScriptedEngine(token_id=8)
-        async with serving(gone):
-            pass
-        async with serving(there), pool_of(gone, there) as pool:
-            assert await pool.generate(request()) == (completion(8),)
-
-    asyncio.run(main())
-
-
-def test_a_stopped_engine_that_keeps_its_connections_open_is_given_up() -> None:
-    async def main() -> None:
-        stopped, there = ScriptedEngine(), ScriptedEngine(token_id=8)
-        there.num_running = 5  # so that the other one is asked first
-
-        async def stops(_: web.Request) -> web.Response:
-            stopped.silent.set()
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        stopped.script = [stops]
-        async with (
-            serving(stopped),
-            serving(there),
-            pool_of(stopped, there, probe_s=0.05, state_s=0.2) as pool,
-        ):
-            assert await pool.generate(request()) == (completion(8),)
-            assert stopped.num_generate == 1
-
-    asyncio.run(main())
-
-
-def test_the_least_loaded_engine_that_may_start_at_once_is_asked() -> None:
-    async def main() -> None:
-        idle_but_old, busy, busier = (ScriptedEngine(token_id=i) for i in range(3))
-        idle_but_old.version, busy.version, busier.version = 1, 2, 2
-        busy.num_running, busier.num_running = 3, 6
-        async with (
-            serving(idle_but_old),
-            serving(busy),
-            serving(busier),
-            pool_of(busier, idle_but_old, busy) as pool,
-        ):
-            assert await pool.generate(request("a")) == (completion(0),)
-            newer = request("b", min_version=Version(0, 2))
-            assert await pool.generate(newer) == (completion(1),)
-
-    asyncio.run(main())
-
-
-def test_what_this_pool_sent_counts_as_load() -> None:
-    async def main() -> None:
-        engines = [ScriptedEngine(token_id=i) for i in range(2)]
-        release = asyncio.Event()
-        for engine in engines:
-
-            async def waits(_: web.Request, engine: ScriptedEngine = engine) -> web.Response:
-                await release.wait()
-                return reply([completion(engine.token_id)])
-
-            engine.script = [waits]
-        async with serving(engines[0]), serving(engines[1]), pool_of(*engines) as pool:
-            sent = []
-            for i in range(6):
-                sent.append(asyncio.create_task(pool.generate(request(f"r{i}"))))
-                while sum(e.num_generate for e in engines) <= i:
-                    await asyncio.sleep(0.001)
-            assert [e.num_generate for e in engines] == [3, 3]
-            release.set()
-            await asyncio.gather(*sent)
-
-    asyncio.run(main())
-
-
-def test_attach_asks_every_engine_and_none_may_know() -> None:
-    async def main() -> None:
-        engines = [ScriptedEngine(), ScriptedEngine()]
-        engines[1].finished["known"] = (completion(9),)
-        async with serving(engines[0]), serving(engines[1]), pool_of(*engines) as pool:
-            assert await pool.attach("known") == (completion(9),)
-            assert await pool.attach("unknown") is None
-
-    asyncio.run(main())
-
-
-def test_cancel_goes_to_the_engine_that_has_the_request() -> None:
-    async def main() -> None:
-        engines = [ScriptedEngine(token_id=i) for i in range(2)]
-        engines[0].num_running = 4
-
-        async def never(_: web.Request) -> web.Response:
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        engines[1].script = [never]
-        async with serving(engines[0]), serving(engines[1]), pool_of(*engines) as pool:
-            running = asyncio.create_task(pool.generate(request()))
-            while engines[1].num_generate == 0:
-                await asyncio.sleep(0.001)
-            assert await pool.cancel("r") == (completion(1),)
-            assert [e.cancelled for e in engines] == [[], ["r"]]
-            running.cancel()
-
-    asyncio.run(main())
-
-
-def test_the_pools_state_sums_up_and_has_a_version_only_if_all_have() -> None:
-    async def main() -> None:
-        old, new = ScriptedEngine(version=1), ScriptedEngine(version=3)
-        old.num_running, new.num_running = 2, 5
-        async with serving(old), serving(new), pool_of(old, new) as pool:
-            state = await pool.state()
-            assert (state.version, state.num_running, state.kv_use) == (Version(0, 1), 7, 0.5)
-            old.version = None
-            assert (await pool.state()).version is None
-        async with pool_of() as nobody:
-            with pytest.raises(EngineUnavailable):
-                await nobody.state()
-
-    asyncio.run(main())
-
-
-def test_an_answer_that_makes_no_sense_is_an_error() -> None:
-    async def main() -> None:
-        async def nonsense(_: web.Request) -> web.Response:
-            return reply([{"token_ids": "x"}])
-
-        async with serving(ScriptedEngine(nonsense)) as engine:
+        engine = ScriptedEngine(deep)
+        async with serving(engine):
             client = HttpEngine(engine.url)
             with pytest.raises(EngineError, match="makes no sense"):
                 await client.generate(request())
             await client.close()
 
-    asyncio.run(main())
+    run(main())
 
 
-def test_an_engine_that_is_named_no_more_is_forgotten() -> None:
+def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def endless(http: web.Request) -> web.StreamResponse:
+        stream = web.StreamResponse()
+        await stream.prepare(http)
+        while True:
+            await stream.write(b" " * 1000)
+
     async def main() -> None:
-        async with serving(ScriptedEngine()) as engine:
-            urls = [f"http://127.0.0.1:1/{restart}" for restart in range(5)]
-            pool = EnginePool(lambda: [engine.url, *urls[:1]])
-            while urls:
-                await pool.generate(request(f"r{len(urls)}"))
-                urls.pop(0)
-            await pool.generate(request("last"))
-            assert list(pool._members) == [engine.url]
-            await pool.close()
+        monkeypatch.setattr(client_module, "MAX_ANSWER_BYTES", 10_000)
+        async with serving(engine := ScriptedEngine(endless)):
+            client = HttpEngine(engine.url)
+            with pytest.raises(EngineError, match="exceeds 10000 bytes"):
+                await client.generate(request())
+            await client.close()
 
-    asyncio.run(main())
+    run(main())
+
+
+def test_nonsense_is_an_error_on_every_way_completions_come() -> None:
+    async def main() -> None:
+        short = made(logprobs=(-0.1,))
+        engine = ScriptedEngine(says([{"token_ids": "x"}]), says([short]))
+        engine.finished["r"] = (short,)
+        async with serving(engine):
+            client = HttpEngine(engine.url)
+            with pytest.raises(EngineError, match="makes no sense"):
+                await client.generate(request())
+            with pytest.raises(EngineError, match="makes no sense: 3 ids and 1 log-probs"):
+                await client.generate(request())
+            with pytest.raises(EngineError, match="makes no sense: 3 ids and 1 log-probs"):
+                await client.attach("r")
+            with pytest.raises(EngineError, match="makes no sense: 3 ids and 1 log-probs"):
+                await client.cancel("r")
+            await client.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "error"),
+    [
+        ("refused", 400, RequestRefused),
+        ("error", 500, EngineError),
+        ("unavailable", 503, EngineUnavailable),
+    ],
+)
+def test_refusals_failures_and_outages_are_told_apart(
+    kind: str, status: int, error: type[EngineError]
+) -> None:
+    async def main() -> None:
+        engine = ScriptedEngine(always(kind, status))
+        async with serving(engine):
+            client = HttpEngine(engine.url)
+            with pytest.raises(EngineError, match=f"this is {kind}") as raised:
+                await client.generate(request())
+            assert type(raised.value) is error
+            await client.close()
+
+    run(main())
+
+
+def test_an_engine_that_is_not_there_is_unavailable() -> None:
+    async def main() -> None:
+        async with serving(engine := ScriptedEngine()):
+            pass
+        client = HttpEngine(engine.url)
+        with pytest.raises(EngineUnavailable):
+            await client.generate(request())
+        with pytest.raises(EngineUnavailable):
+            await client.state()
+        await client.close()
+
+    run(main())
+
+
+def test_an_engine_that_says_it_is_dying_is_not_healthy_though_it_tells_its_state() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine()
+        async with serving(engine):
+            client = HttpEngine(engine.url)
+            await client.check_health()
+            engine.ill = True
+            assert (await client.state()).version == Version(0, 1)
+            with pytest.raises(EngineUnavailable, match="decode thread ended"):
+                await client.check_health()
+            assert await client.generate(request()) == (completion(7),)
+            await client.close()
+
+    run(main())

@@ -1,99 +1,100 @@
-"""The draw of the `hf` engine, on logits made by hand."""
+"""Sampling, on logits made by hand, and what becomes of a sequence's tokens."""
 
 from __future__ import annotations
 
-import math
-
-import pytest
 import torch
 
-from connectors.engines.sampling import Sequence, draw, gumbel, run_lengths
+from connectors.engines.sampling import draw, uniform
+from connectors.engines.sequence import Sequence, run_lengths
 from connectors.engines.types import Sampling
 from connectors.records import Segment, Version
 
-CPU = torch.device("cpu")
-LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0])
+SIZE = 12
 
 
-def frequencies(sampling: Sampling, *, num_draws: int = 40_000) -> torch.Tensor:
+def rows(count: int) -> torch.Tensor:
+    return torch.randn(count, SIZE, generator=torch.Generator().manual_seed(3)) * 2
+
+
+def test_tokens_come_as_often_as_their_probability_says() -> None:
+    logits, count = rows(1), 20_000
     ids, _ = draw(
-        LOGITS.repeat(num_draws, 1),
-        [sampling] * num_draws,
-        list(range(num_draws)),
-        [7] * num_draws,
+        logits.expand(count, -1),
+        [0.7] * count,
+        [1.0] * count,
+        [uniform(k, 5) for k in range(count)],
     )
-    return torch.bincount(ids, minlength=len(LOGITS)) / num_draws
+    found = torch.bincount(ids, minlength=SIZE) / count
+    expected = (logits[0] / 0.7).softmax(-1)
+    deviation = (expected * (1 - expected) / count).sqrt()
+    assert bool(((found - expected).abs() <= 5 * deviation + 1e-6).all())
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_follow_the_softmax_of_logits_over_temperature(temperature: float) -> None:
-    expected = torch.softmax(LOGITS / temperature, dim=0)
-    # Five standard deviations of a frequency of 40,000 draws.
-    margin = 5 * (expected * (1 - expected) / 40_000).sqrt() + 1e-4
-    assert ((frequencies(Sampling(temperature=temperature)) - expected).abs() < margin).all()
+def test_top_p_keeps_the_most_likely_tokens_in_their_proportions() -> None:
+    logits, count, top_p = rows(1), 20_000, 0.6
+    ids, _ = draw(
+        logits.expand(count, -1),
+        [1.0] * count,
+        [top_p] * count,
+        [uniform(k, 9) for k in range(count)],
+    )
+    probs, order = logits[0].softmax(-1).sort(descending=True)
+    kept = int((probs.cumsum(0) < top_p).sum()) + 1  # the smallest set that reaches it
+    assert 1 < kept < SIZE
+    found = torch.bincount(ids, minlength=SIZE)[order] / count
+    assert float(found[kept:].sum()) == 0
+    expected = probs[:kept] / probs[:kept].sum()
+    assert torch.allclose(found[:kept], expected, atol=0.02)
 
 
-def test_top_p_draws_only_from_the_smallest_set_that_reaches_it() -> None:
-    # softmax(LOGITS) = 0.641, 0.236, 0.087, 0.032, 0.004: two tokens reach 0.8.
-    found = frequencies(Sampling(top_p=0.8))
-    assert found[2:].sum() == 0
-    assert found[0] == pytest.approx(0.641 / (0.641 + 0.236), abs=0.01)
+def test_the_log_prob_is_before_top_p_at_the_temperature_and_at_1_when_greedy() -> None:
+    logits = rows(6)
+    temperatures, top_ps = [1.0, 0.6, 1.7, 0.0, 1.7, 0.0], [1.0, 0.9, 0.5, 1.0, 1e-6, 0.5]
+    ids, logprobs = draw(logits, temperatures, top_ps, [uniform(1, k) for k in range(6)])
+    for i, temperature in enumerate(temperatures):
+        own = (logits[i] / (temperature or 1.0)).log_softmax(-1)
+        assert abs(float(own[ids[i]] - logprobs[i])) < 1e-6
+    most_likely = logits.argmax(-1)
+    assert [i for i in (3, 4, 5) if ids[i] != most_likely[i]] == []
 
 
-def test_top_p_keeps_the_most_likely_token_however_small_it_is() -> None:
-    assert frequencies(Sampling(top_p=1e-6), num_draws=100)[0] == 1
+def test_a_token_does_not_depend_on_the_rows_beside_it() -> None:
+    logits = rows(5)
+    temperatures, top_ps = [1.0, 0.0, 1.3, 0.8, 1.0], [1.0, 1.0, 0.9, 0.5, 1.0]
+    uniforms = [uniform(7, k) for k in range(5)]
+    together, _ = draw(logits, temperatures, top_ps, uniforms)
+    for i in range(5):
+        alone, _ = draw(logits[i : i + 1], [temperatures[i]], [top_ps[i]], [uniforms[i]])
+        assert alone[0] == together[i]
 
 
-def test_log_probs_are_those_before_top_p_at_the_temperature() -> None:
-    sampling = Sampling(temperature=0.7, top_p=0.5)
-    ids, logprobs = draw(LOGITS[None], [sampling], [3], [0])
-    assert logprobs[0] == pytest.approx(torch.log_softmax(LOGITS / 0.7, 0)[ids[0]].item())
+def test_logits_that_are_not_finite_give_a_log_prob_that_is_not() -> None:
+    logits = rows(3)
+    logits[1, 4] = torch.nan
+    logits[2] = torch.inf
+    _, logprobs = draw(logits, [1.0] * 3, [1.0, 1.0, 0.5], [0.5] * 3)
+    assert logprobs.isfinite().tolist() == [True, False, False]
 
 
-def test_temperature_zero_takes_the_most_likely_token_at_temperature_one() -> None:
-    ids, logprobs = draw(LOGITS[None], [Sampling(temperature=0)], [3], [0])
-    assert ids.tolist() == [0]
-    assert logprobs[0] == pytest.approx(torch.log_softmax(LOGITS, 0)[0].item())
+def test_numbers_differ_by_seed_and_by_position_and_fill_the_unit_interval() -> None:
+    numbers = [uniform(seed, position) for seed in range(100) for position in range(100)]
+    assert len(set(numbers)) == 10_000
+    assert 0 < min(numbers) < 0.001
+    assert 0.999 < max(numbers) < 1
+    assert abs(sum(numbers) / len(numbers) - 0.5) < 0.01
 
 
-def test_a_draw_depends_on_its_own_row_only() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(8, 50, generator=generator)
-    samplings = [Sampling(temperature=t, top_p=p) for t in (0, 0.5, 1, 2) for p in (0.6, 1.0)]
-    seeds, positions = list(range(8)), list(range(10, 18))
-    ids, logprobs = draw(logits, samplings, seeds, positions)
-    for k in range(8):
-        alone = draw(
-            logits[k : k + 1], samplings[k : k + 1], seeds[k : k + 1], positions[k : k + 1]
-        )
-        assert alone[0].item() == ids[k]
-        assert alone[1].item() == logprobs[k]
+def test_huge_and_negative_seeds_give_numbers_too() -> None:
+    numbers = [uniform(seed, 3) for seed in (2**80 + 1, -5, 2**63)]
+    assert all(0 < number < 1 for number in numbers)
+    assert len(set(numbers)) == 3
 
 
-def test_a_row_that_is_not_finite_has_no_log_prob_and_leaves_the_others_alone() -> None:
-    logits = LOGITS.repeat(3, 1)
-    logits[1, 2] = math.nan
-    ids, logprobs = draw(logits, [Sampling()] * 3, [1, 2, 3], [0, 0, 0])
-    assert math.isnan(logprobs[1])
-    assert torch.isfinite(logprobs[[0, 2]]).all()
-    assert ids[0] == draw(LOGITS[None], [Sampling()], [1], [0])[0]
-
-
-def test_noise_is_gumbel_and_uncorrelated_over_seeds_positions_and_tokens() -> None:
-    seeds, positions = zip(*((s, p) for s in range(100) for p in range(100)), strict=True)
-    noise = gumbel(list(seeds), list(positions), 20, CPU).view(100, 100, 20).double()
-    assert noise.isfinite().all()
-    assert noise.mean() == pytest.approx(0.5772, abs=0.02)  # Euler's constant
-    assert noise.var() == pytest.approx(math.pi**2 / 6, abs=0.05)
-    for axis in range(3):
-        a, b = noise.roll(1, axis).flatten(), noise.flatten()
-        assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 0.01
-
-
-def test_huge_and_negative_seeds_give_noise_too() -> None:
-    noise = gumbel([2**80, -5, 2**63], [0, 1, 2], 10, CPU)
-    assert noise.isfinite().all()
-    assert len({tuple(row) for row in noise.tolist()}) == 3
+def test_numbers_of_neighbouring_seeds_and_positions_are_uncorrelated() -> None:
+    numbers = torch.tensor([[uniform(s, p) for p in range(200)] for s in range(200)])
+    for axis in (0, 1):
+        pair = torch.stack([numbers.roll(1, axis).flatten(), numbers.flatten()])
+        assert abs(float(torch.corrcoef(pair)[0, 1])) < 0.02
 
 
 def test_versions_become_one_segment_for_each_stretch() -> None:

@@ -19,7 +19,7 @@ from connectors.kafka.source import (
     SourceState,
     StopFlag,
 )
-from connectors.kafka.topics import ensure_topics
+from connectors.kafka.topics import delete_records, ensure_topics
 from connectors.records import Announcement, Begin, PolicyRecord, Version, encode
 
 TOPICS = {"prompts": 2, "policy": 1}
@@ -151,8 +151,22 @@ def test_an_ungranted_source_reads_everything_and_resumes(cluster: Cluster) -> N
 def test_a_resume_outside_the_log_says_what_to_do(cluster: Cluster) -> None:
     ensure_topics(cluster, TOPICS)
     write(cluster, "prompts", 0, [b"0"])
-    with pytest.raises(OffsetGone, match=r"prompts/0: cannot resume at offset 5.*recovery folder"):
+    with pytest.raises(OffsetGone, match=r"prompts/0: cannot go on at offset 5, .*holds 0 to 1"):
         part(cluster, 0, (5, 0, -1, 0), granted=False)
+
+
+def test_what_was_trimmed_is_passed_over_and_the_rest_read(cluster: Cluster) -> None:
+    ensure_topics(cluster, TOPICS)
+    write(cluster, "prompts", 0, [b"%d" % i for i in range(5)])
+    delete_records(cluster, {"prompts": {0: 3}})
+    trimmed = LogSource(cluster, "prompts", granted=False, trimmed=True)
+    source = trimmed.build_part("step", "0", (1, 0, -1, 0))
+    assert take(source, 2) == [(3, None), (4, None)]
+    source.close()
+    refetch = ItemReader(cluster, "prompts", trimmed=True)
+    assert [refetch(0, offset).record is None for offset in (1, 3)] == [True, False]
+    with pytest.raises(OffsetGone):
+        refetch(0, 5)  # not written yet
 
 
 def test_a_source_over_a_missing_topic_is_an_error(cluster: Cluster) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
-import msgspec
 import pytest
 
 from connectors.kafka.client import Cluster, Producer
@@ -76,18 +76,19 @@ def test_a_poll_without_news_answers_at_once(cluster: Cluster) -> None:
     tail.close()
 
 
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [(b"{}", msgspec.ValidationError), (encode(begin(None)), ValueError)],
-)
-def test_a_record_that_is_none_of_policy_stops_the_reader(
-    cluster: Cluster, value: bytes, error: type[Exception]
+def test_foreign_records_are_passed_over_and_named(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    announce(cluster)
+    announce(cluster, begin(0), announcement(0, 1))
     producer = Producer(cluster)
-    producer.append(cluster.topic("policy"), 0, value)
+    for value in (b"{}", b"", b'"\xff"', b"[" * 100_000, encode(begin(None))):
+        producer.append(cluster.topic("policy"), 0, value)
     producer.close()
+    announce(cluster, announcement(0, 2))
     tail = PolicyTail(cluster)
-    with pytest.raises(error):
-        read_to_end(tail)
+    with caplog.at_level(logging.WARNING):
+        assert read_to_end(tail) == [(1, 1), (7, 2)]
     tail.close()
+    assert tail.position == 8
+    for offset in (2, 3, 4, 5):
+        assert f"passed over: {cluster.topic('policy')}/0/{offset}: " in caplog.text

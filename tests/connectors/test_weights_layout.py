@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import Tensor
 
 from connectors.weights import Plan, Snapshot, digest, plan, shapes_of
@@ -90,6 +91,29 @@ def test_neither_blocks_nor_tensor_borders_change_the_digest(cuts: list[int], ro
     assert fold.hex() == one(weights)
 
 
+@settings(max_examples=20, deadline=None)
+@given(cuts=st.lists(st.integers(0, 3 * SHARD + 9), min_size=1, max_size=4))
+def test_parts_folded_apart_add_up_to_the_whole(cuts: list[int]) -> None:
+    weights = torch.linspace(-1, 1, 3 * SHARD + 9)
+    parts = []
+    for start, end in itertools.pairwise([0, *sorted(cuts), len(weights)]):
+        parts.append(Digester(torch.float32, "cpu", start=start))
+        parts[-1].update(weights[start:end])
+    whole, *following = parts
+    for part in following:
+        whole.add(part)
+
+    assert whole.hex() == one(weights)
+
+
+def test_a_part_that_does_not_follow_is_refused() -> None:
+    first, third = (Digester(torch.float32, "cpu", start=start) for start in (0, 8))
+    first.update(torch.ones(4))
+
+    with pytest.raises(ValueError, match="begins at 8, not at 4"):
+        first.add(third)
+
+
 def test_the_digest_is_of_the_bytes_published_not_of_the_masters() -> None:
     masters = [("w", torch.randn(100))]
     layout = plan(shapes_of(masters), torch.bfloat16)
@@ -131,6 +155,50 @@ def test_a_layout_that_makes_no_sense_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         plan(shapes, "float32")
+
+
+SHAPES = [("a", (2, 3)), ("b", (4,)), ("c", ())]
+GOOD = plan(SHAPES, "float32", bucket_bytes=40)
+
+
+def with_slot(name: str, /, **changes: object) -> Plan:
+    """GOOD, but for one slot."""
+    return Plan(
+        dtype=GOOD.dtype,
+        buckets=tuple(
+            tuple(replace(slot, **changes) if slot.name == name else slot for slot in bucket)
+            for bucket in GOOD.buckets
+        ),
+    )
+
+
+NO_PLANS = {
+    "no dtype": (replace(GOOD, dtype="junk"), "no floating-point dtype of torch: 'junk'"),
+    "whole numbers": (replace(GOOD, dtype="int32"), "no floating-point dtype"),
+    "a function": (replace(GOOD, dtype="zeros"), "no floating-point dtype"),
+    "empty": (replace(GOOD, buckets=()), "other parameters"),
+    "an empty bucket": (
+        replace(GOOD, buckets=(*GOOD.buckets, ())),
+        "bucket 2 of the plan is empty",
+    ),
+    "another order": (replace(GOOD, buckets=GOOD.buckets[::-1]), "other parameters"),
+    "another name": (with_slot("b", name="d"), "other parameters"),
+    "another shape": (with_slot("a", shape=(3, 2)), "other parameters"),
+    "the same place twice": (with_slot("b", offset=0), "'b' at [0, 4) of bucket 0"),
+    "a gap": (with_slot("b", offset=7), "'b' at [7, 11) of bucket 0"),
+    "not from the start": (with_slot("c", offset=1), "'c' at [1, 2) of bucket 1"),
+    "before the start": (with_slot("a", offset=-1), "'a' at [-1, 5) of bucket 0"),
+    "too few elements": (with_slot("c", numel=0), "'c' at [0, 0) of bucket 1"),
+    "too many elements": (with_slot("b", numel=5), "'b' at [6, 11) of bucket 0"),
+}
+
+
+@pytest.mark.parametrize(("layout", "why"), NO_PLANS.values(), ids=NO_PLANS.keys())
+def test_a_plan_that_puts_a_parameter_anywhere_but_behind_the_last_is_none(
+    layout: Plan, why: str
+) -> None:
+    assert GOOD.problem(SHAPES) is None
+    assert why in (layout.problem(SHAPES) or "")
 
 
 def test_weights_that_do_not_fit_the_plan_are_refused() -> None:

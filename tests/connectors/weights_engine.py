@@ -3,7 +3,8 @@
     python weights_engine.py WIDTH LAYERS SEED PORT    prints its URL, serves until it is killed
 
 POST /break {"next": HOW} makes the next update fail: "refuse" it, "write" not all of it, "lie" in
-the acknowledgement, "flip" the announced digest, "die" or "stop" once the sender has begun.
+the acknowledgement, "flip" the announced digest, "die" or "stop" once the sender has begun, be
+"blind" to its memory.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ import msgspec
 import torch
 from aiohttp import web
 
+from connectors.engines.host import this_host
 from connectors.engines.types import EngineState
 from connectors.records import Version
 from connectors.weights import (
     Ack,
     FenceRequest,
     JoinRequest,
+    LoadRequest,
     RelabelRequest,
+    Staged,
     UpdateRequest,
     WeightsError,
     WeightsReceiver,
@@ -39,7 +43,8 @@ def model(width: int, layers: int, seed: int) -> torch.nn.Module:
 
 class FailingReceiver(WeightsReceiver):
     failure = ""
-    num_updates = 0
+    num_updates = 0  # and loads
+    num_loads = 0
 
     def _take_failure(self, *ways: str) -> str:
         way = self.failure if self.failure in ways else ""
@@ -49,16 +54,33 @@ class FailingReceiver(WeightsReceiver):
 
     def _await_start(self, *args: Any) -> None:
         super()._await_start(*args)
+        self._end_or_stop()
+
+    def _end_or_stop(self) -> None:
         way = self._take_failure("die", "stop")
         if way:
             os.kill(os.getpid(), signal.SIGKILL if way == "die" else signal.SIGSTOP)
 
     def update(self, request: UpdateRequest) -> Ack:
+        return self._install(self.receive(self._misread(request)))
+
+    def load(self, request: LoadRequest) -> Ack:
+        if self._take_failure("blind"):
+            request = msgspec.structs.replace(request, fd=1 << 20)
+        with self.loaded(self._misread(request)) as staged:
+            self._end_or_stop()
+            ack = self._install(staged)
+        self.num_loads += 1
+        return ack
+
+    def _misread(self, request: Any) -> Any:
         if self._take_failure("refuse"):
             raise WeightsError("told to refuse")
         if self._take_failure("flip"):
-            request = msgspec.structs.replace(request, digest="0" * 16)
-        staged = self.receive(request)
+            return msgspec.structs.replace(request, digest="0" * 16)
+        return request
+
+    def _install(self, staged: Staged) -> Ack:
         try:
             ack = self.apply(staged, self._write_one if self._take_failure("write") else None)
         except OSError as error:
@@ -91,7 +113,8 @@ def application(receiver: FailingReceiver) -> web.Application:
             num_running=0,
             num_queued=0,
             kv_use=0.0,
-            info={"num_updates": receiver.num_updates},
+            host=this_host(),
+            info={"num_updates": receiver.num_updates, "num_loads": receiver.num_loads},
         )
         return web.Response(body=msgspec.json.encode(held))
 
@@ -102,6 +125,7 @@ def application(receiver: FailingReceiver) -> web.Application:
     routes = {
         "join": (JoinRequest, receiver.join),
         "update": (UpdateRequest, receiver.update),
+        "load": (LoadRequest, receiver.load),
         "relabel": (RelabelRequest, receiver.relabel),
         "fence": (FenceRequest, receiver.fence),
     }

@@ -6,13 +6,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
+import torch
 
+from connectors.engines.host import this_host
 from connectors.engines.types import EngineState
+from connectors.weights import Peer
 from connectors.weights.calls import ask
 
 PROGRAM = Path(__file__).with_name("weights_engine.py")
@@ -37,6 +41,11 @@ class EngineProcess:
         assert self._process.stdout is not None
         self.url = self._process.stdout.readline().strip()
         assert self.url, "the engine process did not start"
+
+    @property
+    def peer(self) -> Peer:
+        """As its state tells."""
+        return Peer(self.url, this_host())
 
     @property
     def exited(self) -> bool:
@@ -71,3 +80,25 @@ class EngineProcess:
         self.kill9()
         assert port is not None
         self._start(port)
+
+
+@contextmanager
+def two_engines(width: int, layers: int) -> Iterator[list[EngineProcess]]:
+    """For the tests of a module, with weights that differ."""
+    torch.set_num_threads(1)
+    engines = [EngineProcess(width, layers, seed=1), EngineProcess(width, layers, seed=2)]
+    try:
+        yield engines
+    finally:
+        for engine in engines:
+            engine.kill9()
+
+
+def answering(engines: list[EngineProcess]) -> list[EngineProcess]:
+    """The same, killed ones restarted and stopped ones going on; what they hold is the test
+    before's."""
+    for engine in engines:
+        if engine.exited:
+            engine.restart()
+        engine.go_on()
+    return engines

@@ -117,6 +117,19 @@ def test_a_folder_without_a_run_is_exit_2(
     for name in ("status", "audit", "replay"):
         assert main([name, str(tmp_path)]) == errors.CONFIGURATION
         assert "is no run's folder" in capsys.readouterr().err
+    for arguments in (["status"], ["rollback", "--to", "1"]):
+        name, *more = arguments
+        assert main([name, str(tmp_path / "none"), *more]) == errors.CONFIGURATION
+        assert f"{tmp_path / 'none'}: does not exist" in capsys.readouterr().err
+
+
+def test_a_folder_given_for_a_file_is_told_which_file_is_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(tmp_path)]) == errors.CONFIGURATION
+    said = capsys.readouterr().err
+    assert f"{tmp_path}: is a folder" in said
+    assert str(tmp_path / "config.toml") in said
 
 
 def test_an_unexpected_error_is_one_line_and_its_traceback_is_kept(

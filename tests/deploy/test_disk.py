@@ -1,8 +1,9 @@
+import errno
 from pathlib import Path
 
 import pytest
 
-from deploy.disk import FULL_BYTES, PATIENCE_S, DiskWatch, free_bytes
+from deploy.disk import FULL_BYTES, PATIENCE_S, DiskWatch, free_bytes, room_or_later
 from deploy.errors import EnvironmentFailure
 
 
@@ -32,3 +33,10 @@ def test_a_disk_that_stays_full_ends_the_run() -> None:
 
 def test_free_bytes_are_those_of_the_machine(tmp_path: Path) -> None:
     assert free_bytes(tmp_path) > 0
+
+
+def test_what_a_full_disk_refuses_may_wait_and_no_other_failure_may() -> None:
+    with room_or_later():
+        raise OSError(errno.ENOSPC, "no space")
+    with pytest.raises(PermissionError), room_or_later():
+        raise PermissionError(errno.EACCES, "denied")

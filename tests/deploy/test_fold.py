@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from connectors.arrow import checksum
 from connectors.kafka.client import Record
 from connectors.records import (
@@ -15,6 +17,7 @@ from connectors.records import (
     encode,
 )
 from deploy.fold import Fold
+from deploy.history import Prompts
 
 
 def begin() -> Begin:
@@ -51,7 +54,7 @@ def terminal(key: str, value: bytes, crc: int | None = None) -> Record:
 
 
 def test_sums_count_each_step_of_the_chain_once_and_none_of_a_fenced_trainer() -> None:
-    fold = Fold()
+    fold = Fold(Prompts("p"))
     for offset, record in enumerate(
         [
             begin(),
@@ -72,7 +75,7 @@ def test_sums_count_each_step_of_the_chain_once_and_none_of_a_fenced_trainer() -
 
 
 def test_a_trimmed_log_is_summed_from_where_its_chain_begins() -> None:
-    fold = Fold()
+    fold = Fold(Prompts("p"))
     for offset, record in enumerate(
         [manifest(5, 2, 1.0), manifest(5, 4, 2.0), manifest(6, 4, 3.0)]
     ):
@@ -81,8 +84,16 @@ def test_a_trimmed_log_is_summed_from_where_its_chain_begins() -> None:
     assert fold.total("tokens/trained") == 110.0
 
 
+def test_what_a_step_did_not_train_of_its_groups_is_masked() -> None:
+    fold = Fold(Prompts("p"))
+    metrics = {"tokens/generated": 12.0, "tokens/trained": 10.0}
+    fold.step(0, begin())
+    fold.step(1, msgspec.structs.replace(manifest(1, 0, 1.0), metrics=metrics))
+    assert fold.tokens() == {"generated": 0, "trained": 10, "masked": 2, "dropped": 0}
+
+
 def test_a_damaged_end_counts_as_malformed_and_second_ends_do_not_count() -> None:
-    fold = Fold()
+    fold = Fold(Prompts("p"))
     whole = encode(Closed(group_id="p/0/1", reason="time_cap"))
     for record in (
         terminal("p/0/0", b"{", None),
@@ -93,4 +104,5 @@ def test_a_damaged_end_counts_as_malformed_and_second_ends_do_not_count() -> Non
     ):
         fold.end(record)
     assert fold.closed_by_reason == {"malformed": 2, "time_cap": 1}
-    assert fold.num_settled == 3
+    fold.prompts.grant((4,))
+    assert (fold.prompts.arrived, fold.prompts.closed, fold.prompts.open) == (3, 3, 1)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from connectors.run_dir import RunDir
+from deploy.gpus import VARIABLE
 from deploy.launcher import LocalLauncher, Member, last_line
 from tests.deploy.command import config_text, model_folder
 
@@ -66,6 +67,22 @@ def test_a_child_has_its_own_session_and_ends_cleanly_when_asked(
         process.kill()
 
 
+def test_a_child_sees_the_gpus_it_was_given_and_another_what_was_visible(
+    config_file: Path, tmp_path: Path
+) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    arguments = broker(config_file, run_dir).arguments
+    starter = LocalLauncher(run_dir, {VARIABLE: "3"})
+    for gpus, seen in (("1,2", "1,2"), (None, "3"), ("", "")):
+        process = starter.start(Member(name="broker", arguments=arguments, gpus=gpus))
+        try:
+            # The kernel shows no environment until the new program image is set up.
+            until(psutil.Process(process.pid).environ)
+            assert psutil.Process(process.pid).environ()[VARIABLE] == seen
+        finally:
+            process.kill()
+
+
 def test_what_a_child_says_is_in_its_log(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     member = Member(name="engine-7", arguments=["engine", str(tmp_path / "none.toml")])
@@ -86,6 +103,7 @@ def test_a_supervisor_killed_with_9_leaves_no_child_behind(
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from connectors.run_dir import RunDir
+from deploy.gpus import VARIABLE
 from deploy.launcher import LocalLauncher, Member
 run_dir = RunDir({str(run_dir.path)!r})
 arguments = ["broker", {str(config_file)!r}, "--run-dir", str(run_dir.path)]

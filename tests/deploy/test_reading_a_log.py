@@ -1,20 +1,22 @@
-"""status, audit, trace and prompts load against a real broker with a log written by hand."""
+"""status, audit and prompts load against a real broker with a log written by hand."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from connectors.config import ConfigError
 from connectors.kafka.client import Cluster, read_all
+from connectors.records import Coordinate
 from connectors.run_dir import RunDir
 from deploy import errors
 from deploy.audit_log import audit_run
+from deploy.audit_text import as_json
+from deploy.base import Unprovable
 from deploy.cli import main
 from deploy.status import RunStatus
-from deploy.trace import trace_lines, trace_run
 from deploy.view import plain_line, status_lines
 from tests.deploy.written_log import TOPICS, WrittenLog, write_example
 
@@ -39,7 +41,7 @@ def test_the_status_is_what_the_log_says(log: WrittenLog) -> None:
     assert found["groups"] == {"granted": 6, "trained": 4, "closed": 1, "dropped": 0, "open": 1}
     assert found["closed_by_reason"] == {"reward_nan": 1}
     assert found["staleness"] == {"mean": 0.375, "p99": 1.0, "max": 1.0}
-    assert found["tokens"] == {"generated": 0, "trained": 200, "masked": 0, "dropped": 0}
+    assert found["tokens"] == {"generated": 24, "trained": 200, "masked": 0, "dropped": 0}
     assert found["seconds"] == {"wait": 2.0, "logprobs": 0.0, "update": 6.0, "publish": 0.5}
     assert found["eval"] == {"first": 0.25, "last": 0.5, "num_prompts": 5}
     assert found["lag"] == {"prompts": 4, "rollouts": 1, "trajectories": 0, "trainer": 0}
@@ -75,22 +77,126 @@ def test_a_status_read_again_equals_one_read_afresh(log: WrittenLog) -> None:
     assert again["closed_by_reason"] == {"reward_nan": 1}
 
 
+def test_a_dropped_groups_tokens_are_dropped_whenever_it_arrives(log: WrittenLog) -> None:
+    late, given_up = log.group_id(1, 2), log.group_id(0, 2)
+    log.rollback(1)
+    log.announce(1, 4, 4, closed=(late, given_up))
+    status = RunStatus(log.config, RunDir(log.folder), log.cluster)
+    assert status.read()["tokens"]["dropped"] == 6
+    log.score(1, 2, 1)
+    found = status.read()
+    status.close()
+    assert (found["groups"]["dropped"], found["tokens"]["dropped"]) == (2, 12)
+    assert found["tokens"]["generated"] == 30
+
+
+def audited(log: WrittenLog) -> dict[str, Any]:
+    return as_json(audit_run(log.config, RunDir(log.folder), log.cluster))
+
+
 def test_the_audit_of_a_right_log_passes(log: WrittenLog) -> None:
-    found = audit_run(log.config, log.cluster)
+    found = audited(log)
     assert found["ok"], found
     assert found["groups"] == {
-        "granted": 6, "trained": 4, "closed": 1, "dropped": 0, "open": 1, "duplicates": 0,
+        "granted": 6, "trained": 4, "closed": 1, "dropped": 0, "open": 1, "scoring": 0,
+        "duplicates": 0,
     }  # fmt: skip
 
 
 def test_the_audit_decodes_the_trained_tokens_versions(log: WrittenLog) -> None:
     log.score(1, 2, 0)
     log.step(3, (1, 2), reward=0.0)
-    found = audit_run(log.config, log.cluster)
+    found = audited(log)
     assert found["bound_violations"] == [
         {"group_id": log.group_id(1, 2), "step": 3, "staleness": 2}
     ]
     assert not found["ok"]
+
+
+def test_records_that_are_none_of_ours_are_named(log: WrittenLog) -> None:
+    topic = log.cluster.topic
+    log.append("trajectories", 0, b"{}", key="mine", kind="group")
+    log.append("trajectories", 1, b"x", key=log.group_id(1, 2), kind="closed", crc32c="00000000")
+    found = audited(log)
+    assert found["ok"], found
+    assert [line.partition(":")[0] for line in found["unreadable"]] == [
+        "trajectories/0/3 (mine)",
+        f"trajectories/1/2 ({log.group_id(1, 2)})",
+    ]
+    assert "checksum" in found["unreadable"][1]
+    log.append("steps", 0, b"no json")
+    log.append("policy", 0, b'{"kind": "other"}')
+    found = audited(log)
+    assert not found["ok"]
+    assert [line.partition(":")[0] for line in found["chain_breaks"]] == [
+        f"{topic('steps')}/0/3",
+        f"{topic('policy')}/0/4",
+    ]
+
+
+def test_a_step_that_is_none_is_named_by_the_status(log: WrittenLog) -> None:
+    log.append("steps", 0, b"no json")
+    status = RunStatus(log.config, RunDir(log.folder), log.cluster)
+    found = status.read()
+    status.close()
+    assert found["step"] == 2
+    assert "/0/3: " in found["incomplete"]
+
+
+def test_a_record_that_was_changed_after_it_was_trained_is_named(log: WrittenLog) -> None:
+    at, crc = log.end(1, log.group(1, 2, 1))
+    log.coordinates[1, 2] = Coordinate(1, at, crc ^ 1, log.group_id(1, 2))
+    log.step(3, (1, 2), reward=0.0)
+    assert audited(log)["wrong_records"] == {
+        log.group_id(1, 2): f"step 3: trajectories/1/{at} with checksum {crc ^ 1:08x} was trained, "
+        f"the log holds the group at trajectories/1/{at} with {crc:08x}"
+    }
+
+
+def test_a_topic_with_another_number_of_partitions_proves_nothing(log: WrittenLog) -> None:
+    config = log.config
+    three = config.model_copy(update={"kafka": config.kafka.model_copy(update={"partitions": 3})})
+    with pytest.raises(Unprovable, match=r"prompts has 2 partitions, the run began with 3"):
+        audit_run(three, RunDir(log.folder), log.cluster)
+
+
+def test_a_generated_group_without_a_reward_is_being_scored(log: WrittenLog) -> None:
+    log.append("rollouts", 1, b"unscored", key=log.group_id(1, 2))
+    found = audited(log)
+    assert (found["ok"], found["groups"]["open"], found["groups"]["scoring"]) == (True, 1, 1)
+
+
+def test_the_status_tells_given_up_work_apart(log: WrittenLog) -> None:
+    """Read while a trainer that does not know the rollback is at work, then after its successor
+    went on."""
+    status = RunStatus(log.config, RunDir(log.folder), log.cluster)
+    before = status.read()
+    log.rollback(1)
+    behind = status.read()
+    assert (behind["step"], behind["version"]) == (1, {"incarnation": 1, "number": 1})
+    assert behind["tokens"] == {**before["tokens"], "trained": 100}
+    assert behind["groups"] == {**before["groups"], "trained": 2, "open": 3}
+    assert behind["given_up"] == {"steps": 1, "groups": 2, "tokens": 100}
+    assert behind["lag"]["trainer"] == 2
+    assert behind["eval"]["last"] == 0.25  # that of version 0.2 is given up
+    log.announce(1, 3, 3, closed=(log.group_id(0, 1),))
+    log.score(1, 2, 1)
+    log.step(2, (0, 2), (1, 2), reward=0.875)
+    log.announce(2, 4, 3)
+    found = status.read()
+    assert (found["step"], found["version"]) == (2, {"incarnation": 1, "number": 2})
+    assert found["groups"] == {"granted": 7, "trained": 4, "closed": 1, "dropped": 0, "open": 2}
+    assert found["lineage"] == [{"incarnation": 1, "parent": 0, "number": 1, "reason": "rollback"}]
+    assert found["tokens"]["trained"] == 200
+    assert status.fold.rewards() == [(1, 0.5), (2, 0.875)]
+    lines = status_lines(found)
+    assert "incarnation 1: goes on from incarnation 0 after step 1" in lines
+    assert "given up   1 steps of 2 groups, 100 tokens" in lines
+    assert plain_line(found).startswith("step 2 of incarnation 1 · reward 0.875")
+    fresh = RunStatus(log.config, RunDir(log.folder), log.cluster)
+    assert fresh.read() == found
+    fresh.close()
+    status.close()
 
 
 def test_audit_ends_with_4_when_something_was_trained_twice(
@@ -104,44 +210,6 @@ def test_audit_ends_with_4_when_something_was_trained_twice(
     said = capsys.readouterr().out
     assert said.count("\n") == 1
     assert json.loads(said)["trained_twice"] == [log.group_id(0, 2)]
-
-
-def test_a_trajectory_is_traced_from_its_prompt_to_its_step(log: WrittenLog) -> None:
-    found = trace_run(log.config, RunDir(log.folder), log.cluster, log.group_id(0, 2) + "/1")
-    assert found["origin"]["prompt"] == {"prompt": "say 2"}
-    assert (found["origin"]["partition"], found["origin"]["offset"]) == (0, 2)
-    assert [(s["start"], s["end"], s["number"]) for s in found["segments"]] == [(2, 5, 1)]
-    assert found["trajectories"][0]["reward"] == 1.0
-    assert (found["trained_step"], found["checkpoints"]) == (2, [])
-    assert "in step 2" in "\n".join(trace_lines(found))
-
-
-def test_a_group_is_traced_with_all_its_trajectories(log: WrittenLog) -> None:
-    found = trace_run(log.config, RunDir(log.folder), log.cluster, log.group_id(1, 0))
-    assert [t["trajectory_id"][-2:] for t in found["trajectories"]] == ["/0", "/1"]
-    assert len(found["segments"]) == 2
-
-
-def test_a_closed_group_is_traced_to_its_reason(log: WrittenLog) -> None:
-    found = trace_run(log.config, RunDir(log.folder), log.cluster, log.group_id(0, 1))
-    assert found["closed"] == {"reason": "reward_nan", "message": "why"}
-    assert found["trained_step"] is None
-    assert "reward_nan" in "\n".join(trace_lines(found))
-
-
-def test_a_group_in_the_making_has_no_terminal_yet(log: WrittenLog) -> None:
-    found = trace_run(log.config, RunDir(log.folder), log.cluster, log.group_id(1, 2))
-    assert (found["terminal"], found["closed"], found["segments"]) == (None, None, [])
-    assert trace_lines(found)
-
-
-@pytest.mark.parametrize(
-    "wanted", ["x", "a/b/c", "other.prompts/0/0", "{}/0/99", "{}/0/0/9", "{}/0/-1"]
-)
-def test_an_id_that_is_none_is_one_clear_line(wanted: str, log: WrittenLog) -> None:
-    wanted = wanted.format(log.cluster.topic("prompts"))
-    with pytest.raises(ConfigError, match=r"no id of this run|no such prompt|has 2 trajectories"):
-        trace_run(log.config, RunDir(log.folder), log.cluster, wanted)
 
 
 def test_prompts_are_loaded_and_wrong_ones_named(

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import signal
 import subprocess
+import tomllib
 from pathlib import Path
 
 import msgspec
 import psutil
+import pytest
+from rich.console import Console
 
+from connectors.config import parse
 from connectors.records import Manifest
+from connectors.run_dir import RunDir
 from deploy import errors
 from deploy.health import Supervised
 from deploy.log import opened
+from deploy.run import introduce
+from deploy.run_folder import Prepared
+from tests.deploy.command import config_text
 from tests.small_run import SmallRun, headwater_command, until
 from trainer.step_log import chain, read_steps
 
@@ -37,6 +46,20 @@ def pids(run: SmallRun) -> dict[str, int]:
         return {}
     roles = msgspec.json.decode(content, type=Supervised).roles
     return {role.name: role.pid for role in roles if role.pid is not None}
+
+
+@pytest.mark.parametrize(("asked", "said"), [(None, ""), (40, ""), (42, "trainer.num_steps = 40")])
+def test_a_run_that_its_own_number_of_steps_ends_first_says_so(
+    tmp_path: Path, asked: int | None, said: str
+) -> None:
+    config = parse(tomllib.loads(config_text(tmp_path)), base_dir=str(tmp_path))
+    out = io.StringIO()
+    prepared = Prepared(config=config, resumed=False)
+    introduce(Console(file=out, width=300), prepared, RunDir(tmp_path), 40, asked)
+    first, *more = out.getvalue().splitlines()
+    assert first.endswith("until step 40")
+    assert len(more) == bool(said)
+    assert said in "".join(more)
 
 
 def all_started(run: SmallRun) -> bool:

@@ -14,7 +14,7 @@ import pytest
 from connectors.config import Config, ConfigError, load
 from connectors.run_dir import RunDir
 from deploy.errors import EnvironmentFailure, RunFailed
-from deploy.run_folder import load_run, locked, prepare
+from deploy.run_folder import load_run, locked, prepare, retake
 from tests.deploy.command import config_text, model_folder
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -187,3 +187,26 @@ with locked(RunDir({str(folder.run_dir.path)!r})):
         holder.wait()
     with locked(folder.run_dir):
         pass
+
+
+def test_a_model_whose_files_changed_is_not_the_run_s(folder: Folder) -> None:
+    prepare(folder.load(), folder.run_dir)
+    (folder.path / "model" / "config.json").write_text('{"rms_norm_eps": 1e-2}')
+    with pytest.raises(ConfigError, match=r"config\.json is not what it was when the run began"):
+        prepare(folder.load(), folder.run_dir)
+
+
+def test_a_password_stays_its_owners_when_settings_are_taken_over(folder: Folder) -> None:
+    def mode() -> int:
+        return folder.run_dir.config_file.stat().st_mode & 0o777
+
+    security = (
+        "kafka.bootstrap_servers=127.0.0.1:9", "broker.embedded=false",
+        "kafka.security.security_protocol=SASL_PLAINTEXT", "kafka.security.sasl_mechanism=PLAIN",
+        "kafka.security.sasl_username=ann", "kafka.security.sasl_password=secret",
+    )  # fmt: skip
+    prepare(folder.load(*security), folder.run_dir)
+    assert mode() == 0o600
+    retake(folder.load(*security, "trainer.learning_rate=2e-5"), folder.run_dir)
+    assert folder.table()["trainer"]["learning_rate"] == 2e-5
+    assert mode() == 0o600

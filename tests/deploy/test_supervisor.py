@@ -130,7 +130,16 @@ def test_a_gang_waits_for_its_killed_members_before_it_starts_again() -> None:
     assert launcher.count("rank-1") == 2
 
 
-@pytest.mark.parametrize("code", [2, 3])
+def test_a_role_that_finds_its_configuration_wrong_ends_the_run_at_once() -> None:
+    supervisor, launcher = make(gang("engine"))
+    supervisor.tick(0.0)
+    launcher.last("engine").code = 2
+    with pytest.raises(RunFailed, match="engine does not start: engine says why") as caught:
+        supervisor.tick(1.0)
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("code", [3, 4])
 def test_a_role_that_refuses_to_start_three_times_ends_the_run_with_its_reason(code: int) -> None:
     supervisor, launcher = make(gang("broker"))
     now = 0.0
@@ -146,6 +155,24 @@ def test_a_role_that_refuses_to_start_three_times_ends_the_run_with_its_reason(c
     assert caught.value.code == code
 
 
+def test_while_the_run_is_patient_no_number_of_refusals_ends_it() -> None:
+    supervisor, launcher = make(gang("broker"))
+    now = 0.0
+    supervisor.tick(now)
+    for _ in range(5):
+        launcher.last("broker").code = 3
+        supervisor.tick(now, patient=True)
+        now += 40.0
+        supervisor.tick(now, patient=True)
+    launcher.last("broker").code = 3
+    supervisor.tick(now)  # the first that counts
+    now += 40.0
+    supervisor.tick(now)
+    launcher.last("broker").code = 2
+    with pytest.raises(RunFailed, match="broker does not start"):
+        supervisor.tick(now, patient=True)
+
+
 def test_refusals_between_which_the_role_was_healthy_do_not_end_the_run() -> None:
     supervisor, launcher = make(gang("dataflow"))
     now = 0.0
@@ -157,6 +184,28 @@ def test_refusals_between_which_the_role_was_healthy_do_not_end_the_run() -> Non
         now += 1.0
         supervisor.tick(now)
     assert launcher.count("dataflow") == 11
+
+
+def test_a_start_that_fails_after_minutes_is_a_refusal_all_the_same() -> None:
+    launcher = FakeLauncher()
+    supervisor = Supervisor([gang("engine")], launcher, is_up=lambda name, pid: False)
+    now = 0.0
+    supervisor.tick(now)
+
+    def fail_after_minutes() -> None:
+        nonlocal now
+        now += 3 * HEALTHY_S
+        supervisor.tick(now)
+        launcher.last("engine").code = 3
+        supervisor.tick(now)
+
+    for _ in range(2):
+        fail_after_minutes()
+        now += LONGEST_BACK_OFF_S
+        supervisor.tick(now)
+    with pytest.raises(RunFailed, match="engine does not start"):
+        fail_after_minutes()
+    assert launcher.count("engine") == 3
 
 
 def test_exit_0_ends_only_a_role_whose_work_can_be_done() -> None:
@@ -207,7 +256,7 @@ def test_a_held_role_starts_only_when_released() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["a", "b"]), st.sampled_from([None, 0, 1, -9, 2])), max_size=40
+        st.tuples(st.sampled_from(["a", "b"]), st.sampled_from([None, 0, 1, -9, 3])), max_size=40
     )
 )
 def test_no_role_ever_has_two_processes(events: list[tuple[str, int | None]]) -> None:

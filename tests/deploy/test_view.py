@@ -30,6 +30,10 @@ def status(step: int, **more: Any) -> dict[str, Any]:
         "publish_s": 0.0625,
         "wait_share": 0.5,
         "skipped": 0,
+        "lineage": [],
+        "given_up": {"steps": 0, "groups": 0, "tokens": 0},
+        "from_step": 1,
+        "incomplete": None,
         **more,
     }
 
@@ -83,7 +87,9 @@ def test_on_a_terminal_the_table_shows_figures_and_roles() -> None:
 
 
 def test_a_run_whose_first_version_is_not_published_says_so() -> None:
-    assert plain_line(status(0, version=None)) == "starting: no policy version is published yet"
+    assert plain_line(status(0, version=None)).startswith(
+        "starting: no engine holds the first weights yet"
+    )
 
 
 def test_the_readable_status_names_why_groups_were_closed() -> None:

@@ -1,25 +1,28 @@
 """A run's log, written record by record: two partitions, two steps of two groups, one group
-closed, one scored and waiting, one in the making."""
+closed, one in the making. A ledger folds what is written, so that checkpoints can be made of it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from connectors.arrow import checksum
 from connectors.config import Config, parse
 from connectors.kafka.client import Cluster, Producer
 from connectors.kafka.terminals import outgoing
-from connectors.kafka.topics import ensure_topics
+from connectors.kafka.topics import delete_records, ensure_topics
 from connectors.records import (
     Announcement,
     Begin,
     Closed,
     Coordinate,
     Evaluation,
+    Fork,
     Group,
     Manifest,
     Origin,
@@ -29,6 +32,13 @@ from connectors.records import (
     Version,
     encode,
 )
+from connectors.run_dir import RunDir
+from operators.staleness import policy
+from trainer.accounts import LedgerBroken
+from trainer.checkpoint import run_store
+from trainer.checkpoint_meta import CheckpointMeta
+from trainer.feed_state import fresh
+from trainer.ledger import FeedCore
 
 TOPICS = {
     "prompts": 2, "rollouts": 2, "trajectories": 2, "dead-letters": 2, "evaluations": 2,
@@ -38,16 +48,25 @@ TOPICS = {
 
 @dataclass
 class WrittenLog:
-    """`epoch` of the only trainer."""
+    """`epoch` and `incarnation` of the trainer at work; `digests` of the steps on the chain."""
 
     cluster: Cluster
     folder: Path
     epoch: int = 0
+    incarnation: int = 0
+    digests: dict[int, str] = field(default_factory=lambda: {0: f"{0:016x}"})
     coordinates: dict[tuple[int, int], Coordinate] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ensure_topics(self.cluster, TOPICS)
         self.producer = Producer(self.cluster)
+        self.ledger = FeedCore(
+            policy("one-step-off"),
+            fresh(2),
+            prompts_topic=self.cluster.topic("prompts"),
+            batch_size=2,
+            group_size=2,
+        )
 
     @property
     def config(self) -> Config:
@@ -61,6 +80,7 @@ class WrittenLog:
             "model": {"path": str(self.folder / "model")},
             "tasks": {"sums": {"reward": "exact_match", "group_size": 2}},
             "staleness": {"policy": "one-step-off"},
+            "trainer": {"groups_per_step": 2},
         }
         return parse(table, base_dir=str(self.folder))
 
@@ -80,25 +100,45 @@ class WrittenLog:
                 self.append("prompts", partition, json.dumps({"prompt": f"say {i}"}).encode())
 
     def begin(self) -> None:
-        begun = Begin(epoch=None, writer="w", resumed_step=0, started_at=0.0)
+        self._begin(Begin(epoch=None, writer="w", resumed_step=0, started_at=0.0,
+                          incarnation=self.incarnation))  # fmt: skip
+
+    def rollback(self, number: int, *excluded: str) -> None:
+        """And a trainer that knows it; the ledger is not folded across it."""
+        fork = Fork(parent=self.incarnation, number=number, reason="rollback")
+        self.incarnation += 1
+        self.digests = {s: d for s, d in self.digests.items() if s <= number}
+        self._begin(Begin(epoch=None, writer="f", resumed_step=number, started_at=0.0, fork=fork,
+                          incarnation=self.incarnation, digest=self.digests[number],
+                          excluded=excluded))  # fmt: skip
+        self.begin()
+
+    def _begin(self, begun: Begin) -> None:
         self.epoch = self.append("steps", 0, encode(begun))
-        spoken = Begin(epoch=self.epoch, writer="w", resumed_step=0, started_at=0.0)
-        self.append("policy", 0, encode(spoken))
+        self.append("policy", 0, encode(msgspec.structs.replace(begun, epoch=self.epoch)))
 
-    def announce(self, number: int, *limits: int) -> None:
+    def announce(self, number: int, *limits: int, closed: tuple[str, ...] = ()) -> None:
         record = Announcement(
-            epoch=self.epoch, version=Version(0, number), digest=f"{number:016x}", limits=limits
+            epoch=self.epoch,
+            version=Version(self.incarnation, number),
+            digest=self.digests[number],
+            limits=limits,
+            closed=closed,
         )
-        self.append("policy", 0, encode(record))
+        offset = self.append("policy", 0, encode(record))
+        self.ledger.apply_announcement(offset, record)
 
-    def score(self, partition: int, offset: int, version: int) -> None:
-        group = self.group(partition, offset, version)
+    def score(self, partition: int, offset: int, version: int, incarnation: int = 0) -> None:
+        group = self.group(partition, offset, version, incarnation)
         at, crc = self.end(partition, group)
         self.coordinates[partition, offset] = Coordinate(partition, at, crc, group.group_id)
+        made = Version(incarnation, version)
+        self.ledger.arrived(self.coordinates[partition, offset], made, made, 2)
 
     def close(self, partition: int, offset: int, reason: str) -> None:
         group_id = self.group_id(partition, offset)
-        self.end(partition, Closed(group_id=group_id, reason=reason, message="why"))
+        at, _ = self.end(partition, Closed(group_id=group_id, reason=reason, message="why"))
+        self.ledger.closed(group_id, reason, at=(partition, at))
 
     def end(self, partition: int, terminal: Group | Closed) -> tuple[int, int]:
         """Offset in `trajectories` and checksum of the terminal."""
@@ -108,15 +148,16 @@ class WrittenLog:
         return at, checksum(record.value)
 
     def step(self, number: int, *groups: tuple[int, int], reward: float) -> None:
+        digest = f"{self.incarnation:04x}{number:012x}"
         record = Manifest(
             step=number,
             epoch=self.epoch,
-            version=Version(0, number),
+            version=Version(self.incarnation, number),
             records=tuple(self.coordinates[g] for g in groups),
             micro_batches=(),
             seed=0,
-            digest_before=f"{number - 1:016x}",
-            digest=f"{number:016x}",
+            digest_before=self.digests[number - 1],
+            digest=digest,
             metrics={
                 "reward/mean": reward, "tokens/trained": 100.0, "seconds/wait": 1.0,
                 "seconds/update": 3.0, "seconds/publish": 0.25,
@@ -124,7 +165,26 @@ class WrittenLog:
             staleness={"mean": number / 4, "p99": 1.0, "max": float(number - 1)},
             finished_at=10.0 * number,
         )  # fmt: skip
+        self.digests[number] = digest
         self.append("steps", 0, encode(record))
+        with contextlib.suppress(LedgerBroken):  # of a log that is made wrong on purpose
+            self.ledger.apply_manifest(record)
+
+    def checkpoint(self) -> None:
+        """Of the last step, as the trainer would save it."""
+        state = self.ledger.snapshot()
+        step = state.version.number
+        meta = CheckpointMeta(
+            step=step, version=state.version, digest=self.digests[step], epoch=self.epoch,
+            feed=state,
+        )  # fmt: skip
+        store = run_store(self.config, RunDir(self.folder))
+        store.clean()
+        store.save(step, lambda folder: None, encode(meta))
+
+    def trim(self, **before: dict[int, int]) -> None:
+        """Removes what lies below the offsets given for partitions of topics."""
+        delete_records(self.cluster, before)
 
     def evaluate(self, number: int, reward: float) -> None:
         record = Evaluation(
@@ -132,7 +192,7 @@ class WrittenLog:
         )
         self.append("evaluations", 0, encode(record))
 
-    def group(self, partition: int, offset: int, version: int) -> Group:
+    def group(self, partition: int, offset: int, version: int, incarnation: int = 0) -> Group:
         group_id = self.group_id(partition, offset)
         rows = tuple(
             Trajectory(
@@ -142,9 +202,10 @@ class WrittenLog:
                 tokens=np.arange(5, dtype=np.int32),
                 loss_mask=np.array([0, 0, 1, 1, 1], np.int8),
                 logprobs=np.zeros(5, np.float32),
-                segments=(Segment(2, 5, 0, version),),
+                segments=(Segment(2, 5, incarnation, version),),
                 origin=Origin(self.cluster.topic("prompts"), partition, offset),
                 reward=float(k),
+                reward_parts={"length": 3.0},
             )
             for k in range(2)
         )

@@ -44,6 +44,7 @@ def drifting(tmp_path_factory: pytest.TempPathFactory) -> Text:
 def session(**changes: Any) -> Session:
     fields: dict[str, Any] = {
         "name": "headwater.prompts/0/7/0",
+        "group_id": "headwater.prompts/0/7",
         "seed": 1,
         "sampling": Sampling(max_tokens=8, stop_ids=(END,)),
         "context_tokens": 500,

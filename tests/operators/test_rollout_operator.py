@@ -240,6 +240,17 @@ def test_resubmitted_work_attaches_before_it_generates(text: Text) -> None:
     assert sorted(engine.attached) == sorted(sent)
 
 
+def test_every_turn_of_every_trajectory_is_of_the_groups_session(text: Text) -> None:
+    async def twice(_: Any, llm: Any, __: Any) -> None:
+        for _ in range(2):
+            await llm.generate([70])
+
+    engine = always(text)
+    group(roll(engine, text, ASKED, agent=twice, group_size=2))
+    assert len(engine.requests) == 4
+    assert {r.session for r in engine.requests} == {str(ORIGIN)}
+
+
 def test_the_tool_loop_writes_call_result_and_answer_into_one_row(text: Text) -> None:
     said = [[*text.encode("calc(12+7)"), END], [*text.encode("19"), END]]
     made = group(

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from connectors.records import Version
+from connectors.records import Fork, Version
 from operators.staleness import policy
-from operators.staleness.lineage import Fork, lag
+from operators.staleness.lineage import lag, stalest
 from operators.staleness.types import (
     Announced,
     Arrived,
@@ -259,12 +259,9 @@ def test_a_group_too_old_after_n_was_lowered_is_dropped_not_held() -> None:
     run.policy = policy("n-step-off", n=1)
     assert run.choose().commit == (groups[0],)
     assert run.choose().commit == (groups[1],)
-    assert run.choose().drop == (groups[2],)
+    assert run.choose().drop == (groups[2], groups[3]), "the one that is not due yet too"
     run.publish(2)
-    assert run.credits() == 1, "the place of the dropped group"
-    run.arrive(run.grant(), oldest=2)
-    run.choose()
-    assert run.choose().drop == (groups[3],)
+    assert run.credits() == 2, "the places of the dropped groups"
 
 
 def test_an_early_place_given_back_is_granted_again_though_later_ones_are_taken() -> None:
@@ -334,14 +331,14 @@ def test_the_named_settings_carry_their_bound(name: str, bound: int) -> None:
 
 
 def test_versions_of_one_incarnation_are_their_numbers_apart() -> None:
-    assert lag(v(7), v(4)) == 3
-    assert lag(v(4), v(7)) == -3
+    assert lag(v(7), v(4), {}) == 3
+    assert lag(v(4), v(7), {}) == -3
 
 
 def test_a_rebuild_counts_as_if_it_were_the_same_incarnation() -> None:
     lineage = {1: Fork(parent=0, number=5, reason="rebuild")}
     assert lag(Version(1, 9), Version(0, 7), lineage) == 2
-    assert lag(Version(1, 9), Version(0, 7)) == 2
+    assert lag(Version(1, 9), Version(0, 7), {}) == 2
 
 
 def test_versions_that_a_rollback_gave_up_are_as_far_as_the_way_there_and_back() -> None:
@@ -352,3 +349,55 @@ def test_versions_that_a_rollback_gave_up_are_as_far_as_the_way_there_and_back()
     assert lag(Version(1, 7), Version(0, 9), lineage) == (7 - 5) + (9 - 5)
     assert lag(Version(1, 7), Version(0, 3), lineage) == 4
     assert lag(Version(2, 10), Version(0, 9), lineage) == (8 - 5) + (10 - 8) + (9 - 5)
+
+
+def test_the_first_step_after_a_rollback_is_as_far_from_what_was_given_up_as_that_came() -> None:
+    lineage = {1: Fork(parent=0, number=5, reason="rollback")}
+    assert lag(Version(1, 5), Version(0, 8), lineage) == 8 - 5
+    assert lag(Version(1, 5), Version(0, 5), lineage) == 0
+
+
+def test_a_rollback_beyond_an_earlier_fork_meets_where_the_two_ways_part() -> None:
+    lineage = {
+        1: Fork(parent=0, number=10, reason="rollback"),
+        2: Fork(parent=1, number=5, reason="rollback"),
+    }
+    assert lag(Version(2, 7), Version(0, 4), lineage) == 7 - 4
+    assert lag(Version(2, 7), Version(0, 8), lineage) == (7 - 5) + (8 - 5)
+    assert lag(Version(2, 7), Version(0, 13), lineage) == (7 - 5) + (13 - 5)
+    assert lag(Version(2, 7), Version(1, 12), lineage) == (7 - 5) + (12 - 5)
+
+
+def test_the_stalest_of_a_groups_versions_need_not_be_the_lowest() -> None:
+    lineage = {1: Fork(parent=0, number=5, reason="rollback")}
+    versions = [Version(0, 3), Version(0, 9), Version(1, 6)]
+    # At (1, 7): 4 and (7 - 5) + (9 - 5) = 6 and 1.
+    assert stalest(versions, Version(1, 7), lineage) == Version(0, 9)
+    assert stalest(versions[:1], Version(1, 7), lineage) == Version(0, 3)
+    assert stalest([], Version(1, 7), lineage) is None
+
+
+def test_what_a_rollback_made_too_old_is_dropped_at_once() -> None:
+    """n = 1. Step 3 trained a group of version 2, step 4 one of 3, step 5 one of 4; then the run
+    goes back to step 2 as (1, 2)."""
+    ledger = Ledger(
+        version=Version(1, 2),
+        batch_size=1,
+        free_slots=1,
+        group_size=1,
+        groups=tuple(
+            OpenGroup(
+                group_id=f"g{m}", partition=0, offset=m, oldest=Version(0, m), newest=None,
+                admitted_at=Version(0, m), state="ready", order=m, ready_order=m,
+            )
+            for m in (2, 3, 4)
+        ),
+        num_granted=5, num_trained=2, num_closed=0, num_unpublished=0,
+        lineage={1: Fork(parent=0, number=2, reason="rollback")},
+    )  # fmt: skip
+    subject = policy("n-step-off", n=1)
+    state = subject.start()
+    for m in (2, 3, 4):
+        state = subject.observe(state, Granted(f"g{m}", Version(0, m)))
+    # At (1, 2): 0, then 3 - 2 = 1, then 4 - 2 = 2.
+    assert subject.choose(state, ledger) == Choice(commit=("g2",), drop=("g4",))

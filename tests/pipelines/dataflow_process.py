@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class DataflowProcess:
     """Both stages on the run's configuration (`RUN_DIR/config.toml`)."""
 
     def __init__(self, run_dir: Path, engine: str = "fake") -> None:
+        self._run_dir = RunDir(run_dir)
         self.log_file = run_dir / "dataflow.log"
         command = [sys.executable, "-P", "-m", "tests.pipelines.dataflow_process"]
         with self.log_file.open("ab") as log:
@@ -50,7 +52,10 @@ class DataflowProcess:
         self.process.wait(30)
 
     def stop(self) -> int:
-        """SIGTERM; the exit status."""
+        """SIGTERM once it is up, for before that nothing takes it; the exit status."""
+        deadline = time.monotonic() + 60
+        while self.process.poll() is None and not self._is_up() and time.monotonic() < deadline:
+            time.sleep(0.02)
         if self.process.poll() is None:
             self.process.terminate()
         try:
@@ -58,6 +63,9 @@ class DataflowProcess:
         except subprocess.TimeoutExpired:
             self.kill9()
             raise
+
+    def _is_up(self) -> bool:
+        return any(role.pid == self.process.pid for role in self._run_dir.roles())
 
     def log(self) -> str:
         return self.log_file.read_text()[-3000:]

@@ -13,7 +13,7 @@ import pytest
 
 from connectors.arrow import checksum, decode_group
 from connectors.kafka.client import Cluster, Producer, Reader, Record, read_all
-from connectors.kafka.topics import ensure_topics
+from connectors.kafka.topics import delete_records, ensure_topics
 from connectors.records import (
     HEADER_CRC,
     HEADER_KIND,
@@ -27,7 +27,9 @@ from connectors.records import (
     parse_group_id,
 )
 from connectors.run_dir import RunDir
-from pipelines.job import RecoveryLocked, RecoveryLost, run_dataflow
+from pipelines.job import run_dataflow
+from pipelines.recovery_folder import RecoveryLocked, RecoveryLost
+from tests.broker_process import BrokerProcess
 from tests.operators.engine_fake import FakeEngine, tokenizer
 from tests.pipelines.dataflow_process import DataflowProcess, answer
 
@@ -345,14 +347,61 @@ def test_a_lost_recovery_folder_is_said_and_can_be_done_without(
     assert ends(cluster) == {(p, o): [""] for p in range(2) for o in range(2)}
 
 
-def test_a_broken_invariant_ends_the_process_with_an_error(cluster: Cluster, run: RunDir) -> None:
+def test_a_recovery_folder_is_of_one_log_one_namespace_and_one_number_of_partitions(
+    finished: RunDir, cluster: Cluster, own_broker: BrokerProcess
+) -> None:
+    whole = finished.config_file.read_text()
+    other = whole.replace(cluster.bootstrap_servers, own_broker.bootstrap)
+    finished.config_file.write_text(other)  # the namespace's name on another broker
+    with pytest.raises(RecoveryLost, match=r"is of another run.*bring back the log"):
+        start(finished)
+    finished.config_file.write_text(whole.replace(cluster.namespace, f"{cluster.namespace}x."))
+    with pytest.raises(RecoveryLost, match=rf"of the namespace {cluster.namespace} on the cluster"):
+        start(finished)
+    finished.config_file.write_text(whole)
+    file = finished.recovery("dataflow") / "steps.json"
+    belongs = msgspec.json.decode(file.read_bytes())
+    file.write_bytes(msgspec.json.encode(belongs | {"partitions": 3}))
+    with pytest.raises(RecoveryLost, match=r"is of 3 partitions, the run has 2 now.*set kafka\."):
+        start(finished)
+    file.write_bytes(b"[]")
+    with pytest.raises(RecoveryLost, match="cannot be read"):
+        start(finished)
+    file.unlink()
+    with pytest.raises(RecoveryLost, match=r"has lost its steps.json, but .*rollouts holds"):
+        start(finished)
+
+
+def test_what_retention_removed_under_a_resumed_source_is_said_and_closed_when_begun_anew(
+    finished: RunDir, cluster: Cluster
+) -> None:
+    """Offset 1 of partition 0 is granted while the job is away, and its prompt removed."""
+    produce(cluster, [asked()] * 4)
+    grant(cluster, 3, 1)
+    delete_records(cluster, {"prompts": {0: 2}})
+    with pytest.raises(
+        RecoveryLost, match=r"prompts/0: cannot go on at offset 1, the log holds 2 to 3.*restart"
+    ):
+        start(finished)
+    begin_anew(finished)
+    job = DataflowProcess(finished.path)
+    try:
+        wait_for(lambda: count(cluster) >= 4, job)
+        assert job.stop() == 0, job.log()
+    finally:
+        job.stop()
+    assert ends(cluster) == {(0, 0): [""], (1, 0): [""], (0, 1): ["no_record"], (0, 2): [""]}
+
+
+def test_a_policy_that_is_gone_ends_the_process_by_name(cluster: Cluster, run: RunDir) -> None:
     producer = Producer(cluster)
-    producer.append(cluster.topic("policy"), 0, b"{not a policy record")
+    producer.append(cluster.topic("policy"), 0, b"{}")
     producer.close()
+    delete_records(cluster, {"policy": {0: 1}})
     produce(cluster, [asked()])
     job = DataflowProcess(run.path)
     try:
         assert job.process.wait(60) not in (0, None)
-        assert "DecodeError" in job.log()
+        assert f"{cluster.topic('policy')}/0/0 is not in the log" in job.log()
     finally:
         job.stop()

@@ -145,6 +145,13 @@ def test_a_version_that_was_never_announced_is_evaluated_at_the_next(
     assert found == (None if due is None else Version(0, due))
 
 
+def test_after_a_fork_the_new_incarnation_is_evaluated_from_there_on() -> None:
+    announced = [Version(0, 50), Version(1, 20), Version(1, 21)]
+    assert _due(announced, Version(0, 48), 2) == Version(1, 20)
+    assert _due([Version(1, 21)], Version(1, 20), 2) is None
+    assert _due([Version(1, 22)], Version(1, 20), 2) == Version(1, 22)
+
+
 def test_a_restarted_evaluation_repeats_nothing(config: Config, cluster: Cluster) -> None:
     announce(cluster, 0)
     with Evaluator(config, cluster) as evaluator:

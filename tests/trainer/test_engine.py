@@ -270,6 +270,7 @@ def test_closing_ends_the_process_group_and_a_new_engine_can_start(model: Path) 
     [
         ({"num_ranks": 2}, None, ConfigError, "trainer.num_ranks: only 1 is supported, got 2"),
         ({"zero_stage": 3}, None, ConfigError, "trainer.zero_stage: only 1 is supported, got 3"),
+        ({"num_gpus": 2}, None, ConfigError, "trainer.num_gpus: a rank trains on one GPU, got 2"),
         ({}, "nowhere", FileNotFoundError, "nowhere holds no model"),
     ],
 )

@@ -62,9 +62,9 @@ def test_staleness_is_counted_over_trained_tokens() -> None:
     # By hand: at version 7, token 2 is of version 4 (age 3) and token 3 of version 6 (age 1);
     # the segment over token 1 carries no loss.
     segments = (Segment(1, 2, 0, 0), Segment(2, 3, 0, 4), Segment(3, 4, 0, 6))
-    found = staleness([group(row(0, segments=segments))], Version(0, 7))
+    found = staleness([group(row(0, segments=segments))], Version(0, 7), {})
     assert found == {"mean": 2.0, "p99": 3.0, "max": 3.0}
-    assert staleness([group(row(0))], Version(0, 7)) == {}
+    assert staleness([group(row(0))], Version(0, 7), {}) == {}
 
 
 def test_the_configuration_names_every_estimator_loss_and_correction() -> None:

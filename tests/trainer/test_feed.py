@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,16 +12,16 @@ import numpy as np
 import pytest
 
 from connectors.arrow import checksum, encode_group
-from connectors.config import ConfigError, parse
+from connectors.config import Config, ConfigError, parse
 from connectors.kafka.client import Cluster, Producer, read_all
 from connectors.kafka.tail import PolicyTail
-from connectors.kafka.topics import ensure_topics
+from connectors.kafka.topics import delete_records, ensure_topics
 from connectors.records import (
     HEADER_CRC,
     HEADER_KIND,
     Announcement,
-    Begin,
     Closed,
+    Fork,
     Group,
     Manifest,
     Origin,
@@ -35,8 +36,9 @@ from tests.broker_process import BrokerProcess
 from trainer.accounts import LedgerBroken
 from trainer.feed import Feed, FeedFailed, StepInput
 from trainer.feed_state import FeedState, fresh
+from trainer.recovery import Recovered, fold
 from trainer.staleness import configured_policy
-from trainer.step_log import Fenced, StepLog
+from trainer.step_log import Chain, Fenced, StepLog
 
 PARTITIONS = 2
 DEADLINE_S = 30.0
@@ -52,6 +54,11 @@ def eventually(condition: Callable[[], Any]) -> Any:
         assert time.monotonic() < deadline, "it did not come to pass"
         time.sleep(0.005)
     return found
+
+
+def configured(staleness: dict[str, Any], **trainer: Any) -> Config:
+    table = {"model": {"path": "m"}, "tasks": {"t": {"reward": "exact_match"}}}
+    return parse({**table, "staleness": staleness, "trainer": trainer}, base_dir="/")
 
 
 class World:
@@ -85,18 +92,26 @@ class World:
         n: int = 1,
         batch_size: int = 2,
         state: FeedState | None = None,
-        manifests: tuple[Manifest, ...] = (),
     ) -> Feed:
         """A trainer starts: its begin, and its feed."""
-        state = state or fresh(PARTITIONS)
+        subject, state = policy("n-step-off", n=n), state or fresh(PARTITIONS)
         epoch = self.steps.begin(state.version.number)
+        chain = self.steps.chain()
+        recovered = Recovered(
+            epoch=epoch,
+            step=chain.step,
+            version=chain.version,
+            digest="",
+            state=state,
+            chain=chain,
+        )
+        config = configured({}, groups_per_step=batch_size)
         feed = Feed(
             self.cluster,
-            policy("n-step-off", n=n),
-            state=state,
+            subject,
+            state=fold(config, self.cluster, subject, recovered),
             epoch=epoch,
             batch_size=batch_size,
-            manifests=manifests,
         )
         self.feeds.append(feed)
         return feed
@@ -278,6 +293,22 @@ def test_a_corrupt_record_is_a_dead_letter_and_its_group_closes(
     assert eventually(lambda: feed.status().get("closed_by_reason") == {"malformed": 1})
 
 
+def test_a_group_of_a_version_no_step_made_yet_is_dropped_and_counted(world: World) -> None:
+    world.prompts(0, 10)
+    feed = world.feed(n=0, batch_size=1)
+    feed.published(v(0), "d")
+    world.score(0, 0, number=1)
+    world.score(0, 1, number=1000)
+    world.score(0, 2)
+    assert names(taken(feed)) == ["0/2"]
+    assert feed.status()["closed_by_reason"] == {"malformed": 2}
+    letters = read_all(world.cluster, world.cluster.topic("dead-letters"), range(PARTITIONS))
+    assert [letter.headers["writer"] for letter in letters] == ["feed", "feed"]
+    feed.published(v(1), "d1")
+    world.score(0, 3, number=1)
+    assert names(taken(feed)) == ["0/3"], "step 1 makes version 1"
+
+
 def test_a_group_under_another_ones_key_is_corrupt(world: World) -> None:
     world.prompts(0, 10)
     feed = world.feed(n=0, batch_size=1)
@@ -302,9 +333,8 @@ def test_after_a_crash_every_group_is_trained_once_from_the_checkpoint_on(world:
     stored = encode(one.snapshot)
 
     state = msgspec.json.decode(stored, type=FeedState)
-    chain = tuple(world.steps.manifests(after_step=1))
-    assert [m.step for m in chain] == [2]
-    again = world.feed(n=3, batch_size=2, state=state, manifests=chain)
+    assert [m.step for m in world.steps.manifests()] == [1, 2]
+    again = world.feed(n=3, batch_size=2, state=state)
     step = taken(again)
     assert (step.step, names(step)) == (3, ["0/4", "0/5"])
     assert [g.group_id for g in step.groups] == [r.group_id for r in three.records]
@@ -316,7 +346,9 @@ def test_after_a_crash_every_group_is_trained_once_from_the_checkpoint_on(world:
     assert (status["trained"], status["duplicates"], status["credit_balance"]) == (8, 0, 0)
 
 
-def test_a_group_that_had_arrived_is_read_again_and_must_be_the_same_bytes(world: World) -> None:
+def test_a_group_that_had_arrived_is_read_again_and_dropped_unless_it_is_the_same_bytes(
+    world: World,
+) -> None:
     world.prompts(0, 20)
     feed = world.feed(n=1, batch_size=1)
     feed.published(v(0), "d")
@@ -324,6 +356,7 @@ def test_a_group_that_had_arrived_is_read_again_and_must_be_the_same_bytes(world
     eventually(lambda: feed.status().get("ready") == 1)
     world.score(0, 0)
     step = taken(feed)
+    world.steps.append(as_manifest(step, feed.epoch))
     feed.close()
     (entry,) = step.snapshot.open
     assert entry.coordinate is not None
@@ -331,14 +364,90 @@ def test_a_group_that_had_arrived_is_read_again_and_must_be_the_same_bytes(world
     assert names(taken(again)) == ["0/1"]
     again.close()
 
-    altered = msgspec.structs.replace(
-        entry, coordinate=msgspec.structs.replace(entry.coordinate, crc=1)
-    )
-    state = msgspec.structs.replace(step.snapshot, open=(altered,))
-    broken = world.feed(n=1, batch_size=1, state=state)
-    with pytest.raises(FeedFailed, match="is not the record it was") as caught:
-        broken.take(DEADLINE_S)
-    assert isinstance(caught.value.__cause__, LedgerBroken)
+    for altered, reason in (({"crc": 1}, "malformed"), ({"offset": 99}, "no_record")):
+        other = msgspec.structs.replace(
+            entry, coordinate=msgspec.structs.replace(entry.coordinate, **altered)
+        )
+        state = msgspec.structs.replace(step.snapshot, open=(other,))
+        feed = world.feed(n=1, batch_size=1, state=state)
+        status = eventually(feed.status)
+        assert status["closed_by_reason"] == {reason: 1}
+        assert (status["ready"], status["credit_balance"]) == (0, 0)
+        feed.close()
+
+
+def test_terminals_that_retention_removed_unread_are_not_waited_for(world: World) -> None:
+    world.prompts(0, 10)
+    world.prompts(1, 10)
+    feed = world.feed(n=1, batch_size=2)
+    feed.published(v(0), "d")
+    for offset in (0, 1):
+        world.score(0, offset)
+        world.score(1, offset)
+    eventually(lambda: feed.status().get("granted") == 4)
+    feed.close()
+    delete_records(world.cluster, {"trajectories": {0: 1}})
+    again = world.feed(n=1, batch_size=2)
+    status = eventually(lambda: s if (s := again.status())["ready"] == 2 else None)
+    assert status["closed_by_reason"] == {"no_record": 2}, "one is gone, and nobody knows which"
+    assert (status["running"], status["credit_balance"]) == (0, 0)
+    assert again.published(v(0), "d").limits == (3, 3), "their places are granted again"
+    world.score(0, 2)
+    world.score(1, 2)
+    assert names(taken(again)) == ["0/2", "1/2"]
+    assert names(taken(again)) == ["1/0", "1/1"]
+
+
+def test_what_a_fork_excludes_is_dropped_and_what_it_gives_up_is_trained_again(
+    world: World,
+) -> None:
+    world.prompts(0, 10)
+    feed = world.feed(n=3, batch_size=1)
+    feed.published(v(0), "d")
+    for offset in range(4):
+        world.score(0, offset)
+    first, second = taken(feed), taken(feed)
+    for step in (first, second):
+        world.steps.append(as_manifest(step, feed.epoch))
+    feed.close()
+    fork = Fork(parent=0, number=0, reason="rollback")
+    world.steps.begin(0, fork, "", [world.gid(0, 1), world.gid(0, 2)])
+    again = world.feed(n=3, batch_size=1)
+    step = taken(again)
+    assert (step.step, step.version, names(step)) == (1, Version(1, 0), ["0/0"])
+    assert step.dropped == (world.gid(0, 1), world.gid(0, 2))
+    assert step.snapshot.lineage == {1: fork}
+    assert again.published(Version(1, 0), "d").closed == step.dropped
+    assert again.status()["closed_by_reason"] == {"filtered": 2}
+    for offset in (4, 5):
+        world.score(0, offset)
+    assert [names(taken(again)) for _ in range(3)] == [["0/4"], ["0/5"], ["0/3"]]
+
+
+def test_a_group_whose_tokens_span_a_fork_is_as_old_as_its_stalest_token(world: World) -> None:
+    """n = 2 and a fork at step 1: at (1, 1) tokens of (0, 4) are 4 - 1 = 3 old, though (0, 1) is
+    the lower version and no step old."""
+    world.prompts(0, 10)
+    feed = world.feed(n=2, batch_size=1)
+    feed.published(v(0), "d")
+    world.score(0, 0)
+    world.steps.append(as_manifest(taken(feed), feed.epoch))
+    feed.published(v(1), "d")
+    feed.close()
+    world.steps.begin(0, Fork(parent=0, number=1, reason="rollback"), "")
+    again = world.feed(n=2, batch_size=1)
+    for offset, newest in ((1, 4), (2, 2)):
+        group = world.group(0, offset)
+        rows = tuple(
+            dataclasses.replace(t, segments=(Segment(1, 2, 0, 1), Segment(2, 3, 0, newest)))
+            for t in group.trajectories
+        )
+        value = encode_group(dataclasses.replace(group, trajectories=rows))
+        world.write(0, group.group_id, value, "group")
+    eventually(lambda: again.status()["closed_by_reason"] == {"stale": 1})
+    again.published(Version(1, 1), "d")
+    world.score(0, 4)
+    assert [names(taken(again)) for _ in range(2)] == [["0/4"], ["0/2"]]
 
 
 def test_a_feed_whose_trainer_was_fenced_stops(world: World) -> None:
@@ -361,29 +470,30 @@ def test_what_a_fenced_feed_wrote_last_does_not_count(world: World) -> None:
     first.published(v(0), "d")
     first.close()
     zombie = Announcement(epoch=first.epoch, version=v(0), digest="d", limits=(9, 0))
-    policy_topic = world.cluster.topic("policy")
-    world.producer.append(
-        policy_topic,
-        0,
-        encode(Begin(epoch=99, writer="other", resumed_step=0, started_at=0.0)),
-    )
-    world.producer.append(policy_topic, 0, encode(zombie))
-    feed = Feed(
-        world.cluster,
-        policy("sync"),
-        state=fresh(PARTITIONS),
-        epoch=99,
-        batch_size=1,
-    )
-    world.feeds.append(feed)
+    newer = StepLog(world.cluster)
+    newer.begin(0)
+    newer.close()
+    world.producer.append(world.cluster.topic("policy"), 0, encode(zombie))
+    feed = world.feed(n=0, batch_size=1)
     assert feed.published(v(0), "d").limits == (1, 0)
 
 
-def test_a_feed_without_its_begin_says_so(world: World) -> None:
-    feed = Feed(world.cluster, policy("sync"), state=fresh(PARTITIONS), epoch=5, batch_size=1)
-    world.feeds.append(feed)
-    with pytest.raises(FeedFailed, match="policy holds no begin of epoch 5"):
+def test_an_idle_feed_notices_that_its_trainer_was_fenced(world: World) -> None:
+    feed = world.feed()
+    eventually(feed.status)
+    newer = StepLog(world.cluster)
+    epoch = newer.begin(0)
+    newer.close()
+    with pytest.raises(FeedFailed, match=f"a newer trainer began epoch {epoch}"):
         feed.take(DEADLINE_S)
+
+
+def test_a_trainer_without_its_begin_in_policy_says_so(world: World) -> None:
+    recovered = Recovered(
+        epoch=5, step=0, version=v(0), digest="", state=fresh(PARTITIONS), chain=Chain()
+    )
+    with pytest.raises(LedgerBroken, match="policy holds no begin of epoch 5"):
+        fold(configured({}), world.cluster, policy("sync"), recovered)
 
 
 def test_it_rides_out_a_broker_that_is_killed_and_comes_back(
@@ -421,17 +531,12 @@ def test_the_lag_is_what_was_not_read_yet(world: World) -> None:
     assert feed.status()["lag"] == {0: 0, 1: 0}
 
 
-def staleness(section: dict[str, Any]) -> Any:
-    table = {"model": {"path": "m"}, "tasks": {"t": {"reward": "exact_match"}}}
-    return parse({**table, "staleness": section}, base_dir="/")
-
-
 def test_the_policy_comes_from_the_configuration() -> None:
-    assert configured_policy(staleness({})).bound == 1
-    assert configured_policy(staleness({"lookahead": 3})).bound == 3
-    assert configured_policy(staleness({"lookahead": 3, "parameters": {"n": 2}})).bound == 2
-    assert configured_policy(staleness({"policy": "sync"})).bound == 0
+    assert configured_policy(configured({})).bound == 1
+    assert configured_policy(configured({"lookahead": 3})).bound == 3
+    assert configured_policy(configured({"lookahead": 3, "parameters": {"n": 2}})).bound == 2
+    assert configured_policy(configured({"policy": "sync"})).bound == 0
     with pytest.raises(ConfigError, match="did you mean 'n-step-off'"):
-        configured_policy(staleness({"policy": "nstep-off"}))
+        configured_policy(configured({"policy": "nstep-off"}))
     with pytest.raises(ConfigError, match="unknown parameter 'eta'"):
-        configured_policy(staleness({"parameters": {"eta": 3}}))
+        configured_policy(configured({"parameters": {"eta": 3}}))

@@ -12,19 +12,24 @@ from hypothesis import strategies as st
 
 from connectors.records import (
     Announcement,
+    Begin,
     Closed,
     Coordinate,
+    Fork,
     Manifest,
+    StepRecord,
     Version,
     decode_as,
     encode,
     parse_group_id,
 )
 from operators.staleness import policy
+from operators.staleness.lineage import lag
 from trainer.accounts import LedgerBroken
 from trainer.feed_state import ClosedStep, FeedState, fresh
 from trainer.frontier import Frontier
 from trainer.ledger import FeedCore, recover
+from trainer.step_log import Chain
 
 TOPIC = "test.prompts"
 
@@ -41,7 +46,7 @@ def manifest(step: ClosedStep, epoch: int = 0) -> Manifest:
     return Manifest(
         step=step.step,
         epoch=epoch,
-        version=v(step.version.number + 1),
+        version=Version(step.version.incarnation, step.step),
         records=step.records,
         micro_batches=(),
         seed=0,
@@ -62,20 +67,54 @@ class World:
             [] for _ in range(num_partitions)
         ]
         self.policy_log: list[Announcement | int] = []  # an int is the begin of that epoch
-        self.chain: list[Manifest] = []
+        self.steps_log: list[StepRecord] = []
         self.checkpoints: list[bytes] = [encode(fresh(num_partitions))]
         self.min_version: dict[str, Version] = {}  # of granted groups
         self.started: dict[str, Version] = {}
         self.oldest: dict[str, Version] = {}  # of scored groups
+        self.held: list[Version] = []  # by engines, ever
+        self.excluded: set[str] = set()
         self.limits = [0] * num_partitions
-        self.epoch = 0
+        self.begin()
         self.restart(0)
 
-    def restart(self, checkpoint: int) -> None:
-        """A new trainer recovers from one of the checkpoints."""
-        state = decode_as(self.checkpoints[checkpoint], FeedState)
-        self.epoch = len(self.policy_log)
+    @property
+    def chain(self) -> Chain:
+        found = Chain()
+        for offset, record in enumerate(self.steps_log):
+            found.observe(offset, record)
+        assert found.breaks == []
+        return found
+
+    def begin(self, fork: Fork | None = None, excluded: tuple[str, ...] = ()) -> None:
+        """Of a new trainer, or of a command that forks the run."""
+        self.epoch = len(self.steps_log)
+        chain = self.chain
+        self.steps_log.append(
+            Begin(
+                epoch=None,
+                writer="w",
+                resumed_step=0,
+                started_at=0.0,
+                incarnation=chain.incarnation if fork is None else chain.highest + 1,
+                fork=fork,
+                excluded=excluded,
+            )
+        )
         self.policy_log.append(self.epoch)
+
+    def restart(self, back: int) -> None:
+        """A new trainer recovers from the newest checkpoint on the chain but for `back`."""
+        self.begin()
+        chain = self.chain
+        while True:
+            state = decode_as(self.checkpoints[-1], FeedState)
+            step = state.version.number
+            if step <= chain.step and chain.version_at(step) == state.version:
+                back -= 1
+                if back < 0 or step == 0:
+                    break
+            self.checkpoints.pop()  # given up, or damaged: also for those who come later
         self.core = FeedCore(
             policy("n-step-off", n=self.n),
             state,
@@ -87,16 +126,33 @@ class World:
             for offset, record in enumerate(self.policy_log)
             if offset >= state.policy_offset and isinstance(record, Announcement)
         ]
-        after = [m for m in self.chain if m.step > state.version.number]
-        recover(self.core, announcements, after)
+        recover(self.core, announcements, chain)
+        assert self.core.version == chain.version
+        self.core = FeedCore(
+            policy("n-step-off", n=self.n),
+            decode_as(encode(self.core.snapshot()), FeedState),
+            prompts_topic=TOPIC,
+            batch_size=self.batch_size,
+        )
         self.steps: list[ClosedStep] = []
         self.snapshots: dict[int, bytes] = {}
         self.in_engines: Version | None = None
 
+    def rollback(self, number: int, excluded: tuple[str, ...]) -> None:
+        self.begin(Fork(parent=self.chain.incarnation, number=number, reason="rollback"), excluded)
+        self.excluded |= set(excluded)
+        self.restart(0)
+
+    def rebuild(self) -> None:
+        chain = self.chain
+        self.begin(Fork(parent=chain.incarnation, number=chain.step, reason="rebuild"))
+        self.restart(0)
+
     # ---------------------------------------------------------------------------- feed, publisher
     def announce(self, publish: bool, apply: bool = True) -> None:
         if publish:
-            self.in_engines = v(len(self.chain))
+            self.in_engines = self.chain.version
+            self.held.append(self.in_engines)
         if self.in_engines is None:
             return
         said = (self.in_engines, f"digest-{self.in_engines}")
@@ -139,12 +195,8 @@ class World:
 
     def start(self, group_id: str, chance: random.Random) -> None:
         """On an engine that holds the grant's version or any newer one that was ever trained."""
-        lowest = self.min_version[group_id].number
-        self.started[group_id] = v(chance.choice([lowest, chance.randint(lowest, self.newest())]))
-
-    def newest(self) -> int:
-        """The newest version any engine held: an announced one, or one about to be."""
-        return max(a.version.number for a in self.policy_log if isinstance(a, Announcement))
+        fresh_enough = [held for held in self.held if held >= self.min_version[group_id]]
+        self.started[group_id] = chance.choice([fresh_enough[0], chance.choice(fresh_enough)])
 
     def end(self, group_id: str, reason: str | None) -> None:
         partition = parse_group_id(group_id).partition
@@ -157,21 +209,22 @@ class World:
 
     # ------------------------------------------------------------------------------------ trainer
     def train(self) -> None:
-        step = self.steps.pop(0)
-        assert step.step == len(self.chain) + 1
-        trained = {r.group_id for m in self.chain for r in m.records}
+        step, chain = self.steps.pop(0), self.chain
+        assert step.version == chain.version
+        trained = {r.group_id for m in chain.manifests for r in m.records}
         for record in step.records:
-            assert record.group_id not in trained, "trained twice"
-            staleness = step.version.number - self.oldest[record.group_id].number
+            assert record.group_id not in trained | self.excluded, "trained twice, or excluded"
+            staleness = lag(step.version, self.oldest[record.group_id], chain.lineage)
             assert 0 <= staleness <= self.n, f"{record.group_id} is {staleness} old"
-        self.chain.append(manifest(step, self.epoch))
+        self.steps_log.append(manifest(step, self.epoch))
         self.snapshots[step.step] = encode(step.snapshot)
 
     def check(self) -> None:
         core = self.core
         counts = core.accounts.audit_counts()
         assert counts["credit_balance"] == 0
-        assert counts["dropped"] == 0
+        if all(fork.reason == "rebuild" for fork in self.chain.lineage.values()):
+            assert counts["dropped"] == 0
         for partition, limit in enumerate(core.accounts.limits):
             for offset in range(limit):
                 is_open = gid(partition, offset) in core.accounts.open
@@ -200,7 +253,7 @@ class World:
 
     def progress(self) -> tuple[Any, ...]:
         return (
-            len(self.chain),
+            len(self.steps_log),
             tuple(self.limits),
             len(self.started),
             self.core.accounts.audit_counts(),
@@ -208,7 +261,8 @@ class World:
 
     def account(self) -> None:
         """Each granted group has one fate, by the log alone and by the ledger."""
-        trained = Counter(r.group_id for m in self.chain for r in m.records)
+        chain = self.chain
+        trained = Counter(r.group_id for m in chain.manifests for r in m.records)
         assert set(trained.values()) <= {1}
         first: dict[str, Any] = {}
         for log in self.trajectories:
@@ -218,9 +272,14 @@ class World:
         assert not closed & set(trained)
         counts = self.core.accounts.audit_counts()
         assert counts["trained"] == len(trained)
-        assert counts["closed"] == len(closed)
-        assert sum(counts["closed_by_reason"].values()) == len(closed)
-        assert set(self.core.accounts.open) == set(self.min_version) - closed - set(trained)
+        ended = closed | set(trained)
+        dropped = set(self.min_version) - set(self.core.accounts.open) - ended
+        assert counts["closed"] == len(closed) + len(dropped)
+        assert sum(counts["closed_by_reason"].values()) == len(closed) + len(dropped)
+        assert set(self.core.accounts.open) <= set(self.min_version) - ended
+        listed = [g for m in chain.manifests for g in m.dropped]
+        assert len(listed) == len(set(listed))
+        assert dropped <= {*listed, *self.core.accounts.dropped}
         extra = sum(len(log) for log in self.trajectories) - len(first)
         assert counts["duplicates"] == extra
         assert counts["ungranted"] == 0
@@ -230,12 +289,13 @@ def _group_of(record: tuple[Coordinate, Version] | Closed) -> str:
     return record.group_id if isinstance(record, Closed) else record[0].group_id
 
 
-def act(world: World, chance: random.Random) -> None:
+def act(world: World, chance: random.Random, *, with_rollbacks: bool) -> None:
     """One thing happens somewhere."""
     name = chance.choice(
         ["prompts"]
         + ["announce", "start", "end", "read", "choose", "train"] * 10
-        + ["second terminal", "crash", "crash after announcing"]
+        + ["second terminal", "crash", "crash after announcing", "rebuild"]
+        + ["rollback"] * with_rollbacks
     )
     if name == "prompts":  # partition 2, where there is one, stays idle
         world.ends[chance.randrange(min(2, len(world.ends)))] += chance.randint(1, 12)
@@ -259,18 +319,32 @@ def act(world: World, chance: random.Random) -> None:
     elif name == "train" and world.steps:
         world.train()
         if chance.random() < 0.4:
-            world.checkpoints.append(world.snapshots[len(world.chain)])
+            world.checkpoints.append(world.snapshots[world.chain.step])
     elif name == "crash":
         crash(world, chance)
     elif name == "crash after announcing":
         world.announce(publish=chance.random() < 0.5, apply=False)
         crash(world, chance)
+    elif name == "rebuild" and world.chain.step:
+        world.rebuild()
+    elif name == "rollback":
+        roll_back(world, chance)
+
+
+def roll_back(world: World, chance: random.Random) -> None:
+    step = world.chain.step
+    groups = sorted(world.min_version)
+    excluded = chance.sample(groups, chance.randint(0, min(3, len(groups))))
+    if chance.random() < 0.5:
+        world.announce(publish=False, apply=False)
+    world.rollback(max(0, step - chance.randint(0, 4)), tuple(excluded))
+    world.excluded -= {r.group_id for m in world.chain.manifests for r in m.records}
 
 
 def crash(world: World, chance: random.Random) -> None:
     """Whatever the trainer had in memory, groups open before and after keep their places."""
     before = world.core._policy_state.taken
-    world.restart(max(0, len(world.checkpoints) - 1 - chance.randrange(3)))
+    world.restart(chance.randrange(3))
     after = world.core._policy_state.taken
     assert {g: s for g, s in after.items() if g in before} == {
         g: s for g, s in before.items() if g in after
@@ -282,14 +356,15 @@ def crash(world: World, chance: random.Random) -> None:
     n=st.integers(0, 3),
     batch_size=st.integers(1, 4),
     num_partitions=st.integers(1, 3),
+    with_rollbacks=st.booleans(),
     acts=st.lists(st.integers(0, 2**20), min_size=300, max_size=300),
 )
 def test_whatever_happens_in_whatever_order_the_books_balance_and_training_goes_on(
-    n: int, batch_size: int, num_partitions: int, acts: list[int]
+    n: int, batch_size: int, num_partitions: int, with_rollbacks: bool, acts: list[int]
 ) -> None:
     world = World(n, batch_size, num_partitions)
     for seed in acts:
-        act(world, random.Random(seed))
+        act(world, random.Random(seed), with_rollbacks=with_rollbacks)
         world.check()
     world.drain()
 
@@ -397,7 +472,7 @@ def test_prompts_generated_ahead_of_the_checkpoint_are_trained_once_after_a_rest
     assert step is not None
     again = core_of(decode_as(encode(step.snapshot), FeedState))
     assert first is not None
-    recover(again, [(0, first)], [])
+    recover(again, [(0, first)], Chain())
     assert again.read == [4], "records 2 and 3 are kept by their coordinates"
     assert ids(again.choose()) == [2, 3]
     assert again.choose() is None
@@ -414,7 +489,7 @@ def test_steps_consumed_ahead_of_the_checkpoint_are_trained_again_as_they_were()
     assert steps[0] is not None
     assert steps[1] is not None
     again = core_of(steps[0].snapshot, n=3, batch_size=1)
-    recover(again, [(0, first)], [manifest(steps[1])])
+    recover(again, [(0, first)], Chain(manifests=[manifest(steps[1])]))
     assert again.version == v(2)
     assert ids(again.choose()) == [2], "batch two is the manifest's, batch three comes again"
 
@@ -433,7 +508,7 @@ def test_an_older_snapshot_and_the_logs_give_the_state_of_the_feed_that_crashed(
     again = core_of(decode_as(start, FeedState), n=2)
     announcements = [(i, a) for i, a in enumerate(log) if a is not None]
     assert len(announcements) == 3
-    recover(again, announcements, [manifest(step)])
+    recover(again, announcements, Chain(manifests=[manifest(step)]))
     assert again.read == [0]
     for at, offset in enumerate((5, 1, 0)):
         arrive(again, offset, at=at)
@@ -494,27 +569,27 @@ def test_dropped_groups_are_refunded_and_listed_in_one_manifest_also_over_a_cras
     start = encode(core.snapshot())
     steps = [core.choose(), core.choose()]
     lowered = core_of(core.snapshot(), n=1, batch_size=1)
-    assert lowered.choose() is None, "group 2 is two steps old at version 2"
+    assert lowered.choose() is None, "groups 2 and 3 are two steps old at version 2"
     log.append(publish(lowered, 2, [9]))
     assert log[1] is not None
-    assert log[1].closed == (gid(0, 2),)
+    assert log[1].closed == (gid(0, 2), gid(0, 3))
     arrive(lowered, 4, number=2)
     step = lowered.choose()
     assert ids(step) == [4]
     assert step is not None
-    assert step.dropped == (gid(0, 2),)
-    assert lowered.accounts.counts().closed_by_reason == {"stale": 1}
+    assert step.dropped == (gid(0, 2), gid(0, 3))
+    assert lowered.accounts.counts().closed_by_reason == {"stale": 2}
 
     announcements = [(i, a) for i, a in enumerate(log) if a is not None]
     chain = [manifest(s) for s in (*steps, step) if s is not None]
     for known in (2, 3):
         again = core_of(decode_as(start, FeedState), n=1, batch_size=1)
-        recover(again, announcements, chain[:known])
+        recover(again, announcements, Chain(manifests=chain[:known]))
         arrive(again, 4, number=2)
         counts = again.accounts.audit_counts()
-        assert (counts["dropped"], counts["closed"], counts["credit_balance"]) == (1, 1, 0)
+        assert (counts["dropped"], counts["closed"], counts["credit_balance"]) == (2, 2, 0)
         again_dropped = again.snapshot().dropped
-        assert again_dropped == (() if known == 3 else (gid(0, 2),))
+        assert again_dropped == (() if known == 3 else (gid(0, 2), gid(0, 3)))
 
 
 def test_a_group_given_up_by_the_trainer_returns_its_credit_once() -> None:

@@ -8,42 +8,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from connectors.config import Config, parse
 from connectors.kafka.client import Cluster
 from connectors.kafka.topics import ensure_topics
-from connectors.records import Coordinate, Group, Origin, Prompt, Segment, Trajectory, Version
+from connectors.records import Coordinate, Group, Version
 from connectors.weights import Snapshot
-from trainer.checkpoint import CheckpointStore
+from tests.trainer.groups import trainable_group
+from trainer.checkpoint import CheckpointFailed, CheckpointStore
 from trainer.engine import TrainingEngine
 from trainer.feed import StepInput
 from trainer.feed_state import fresh
 from trainer.loop import Loop
 from trainer.recovery import Recovered
+from trainer.saving import Saver
 from trainer.step_log import Fenced, StepLog
 from trainer.tensorboard import Curves
 
 
 def group(step: int) -> Group:
-    rng = np.random.default_rng(step)
-    group_id = f"p/0/{step}"
-    rows = tuple(
-        Trajectory(
-            trajectory_id=f"{group_id}/{k}",
-            group_id=group_id,
-            task="a",
-            tokens=rng.integers(4, 260, 8).astype(np.int32),
-            loss_mask=np.array([0, 0, 0, 1, 1, 1, 1, 1], np.int8),
-            logprobs=np.where(np.arange(8) < 3, np.nan, -5.0).astype(np.float32),
-            segments=(Segment(3, 8, 0, step - 1),),
-            origin=Origin("p", 0, step),
-            reward=float(k),
-        )
-        for k in range(2)
-    )
-    return Group(group_id=group_id, prompt=Prompt(task="a", prompt="x"), trajectories=rows)
+    return trainable_group(f"p/0/{step}", Version(0, step - 1), seed=step)
 
 
 class PlayedFeed:
@@ -118,6 +103,7 @@ class World:
         self.publisher = PlayedPublisher()
         self.store = CheckpointStore(folder / "checkpoints", keep=5)
         self.store.clean()
+        self.saver = Saver(self.store, self.engine)
         self.curves = Curves(folder / "curves", 0)
         self.start = self.engine.digest()
         recovered = Recovered(
@@ -126,14 +112,15 @@ class World:
             version=Version(0, 0),
             digest=self.start,
             state=fresh(1),
-            manifests=(),
+            chain=self.steps.chain(),
         )
         self.loop = Loop(
             self.config, self.engine, self.steps, PlayedFeed(num_steps), self.publisher,
-            self.store, self.curves, recovered,
+            self.saver, self.curves, recovered,
         )  # type: ignore[arg-type]  # fmt: skip
 
     def close(self) -> None:
+        self.saver.close()
         self.engine.close()
         self.steps.close()
         self.curves.close()
@@ -175,6 +162,15 @@ def test_a_stop_ends_after_the_step_at_hand_with_a_checkpoint(world: World) -> N
     world.loop.run(stop)
     assert [m.step for m in world.steps.manifests()] == [1]
     assert world.store.steps() == [1]
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_loop_at_the_next_look(
+    world: World, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoints").rmdir()
+    (tmp_path / "checkpoints").write_text("no folder any more")
+    with pytest.raises(CheckpointFailed, match="step 2 could not be written"):
+        world.loop.run(threading.Event())
 
 
 def test_a_fenced_trainer_publishes_and_checkpoints_nothing_more(

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from connectors.records import Version
-from connectors.weights import EpochRefused, Snapshot, WeightsSender, plan, shapes_of
+from connectors.weights import EpochRefused, Snapshot, Through, WeightsSender, plan, shapes_of
 from tests.connectors.weights_engine import model
-from tests.connectors.weights_process import EngineProcess, wait_until
+from tests.connectors.weights_process import EngineProcess, answering, two_engines, wait_until
 from trainer.publish import Publisher, UnchangedWeights
 
 SIZE = (1024, 4)
@@ -33,7 +34,7 @@ def version(number: int) -> Version:
 class Trainer:
     """A publisher and what it announced; `urls` is what discovery finds."""
 
-    def __init__(self, urls: list[str], timeout_s: float = 3.0) -> None:
+    def __init__(self, urls: list[str], timeout_s: float, through: Through) -> None:
         self.urls = urls
         self.epoch = next(epochs)
         self.announced: list[tuple[Version, str]] = []
@@ -43,6 +44,7 @@ class Trainer:
             epoch=self.epoch,
             timeout_s=timeout_s,
             on_published=self._published,
+            through=through,
             poll_s=0.2,
         )
 
@@ -69,30 +71,27 @@ def num_updates(engine: EngineProcess) -> int:
     return int(engine.state().info["num_updates"])
 
 
+def num_loads(engine: EngineProcess) -> int:
+    return int(engine.state().info["num_loads"])
+
+
 @pytest.fixture(scope="module")
 def processes() -> Iterator[list[EngineProcess]]:
-    torch.set_num_threads(1)
-    engines = [EngineProcess(*SIZE, seed=1), EngineProcess(*SIZE, seed=2)]
-    yield engines
-    for engine in engines:
-        engine.kill9()
+    with two_engines(*SIZE) as engines:
+        yield engines
 
 
 @pytest.fixture
 def engines(processes: list[EngineProcess]) -> list[EngineProcess]:
-    for engine in processes:
-        if engine.exited:
-            engine.restart()
-        engine.go_on()
-    return processes
+    return answering(processes)
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Trainer]]:
     trainers: list[Trainer] = []
 
-    def one(*engines: EngineProcess, timeout_s: float = 3.0) -> Trainer:
-        trainers.append(Trainer([engine.url for engine in engines], timeout_s))
+    def one(*engines: EngineProcess, timeout_s: float = 3.0, through: Through = "auto") -> Trainer:
+        trainers.append(Trainer([engine.url for engine in engines], timeout_s, through))
         return trainers[-1]
 
     yield one
@@ -101,12 +100,14 @@ def start() -> Iterator[Callable[..., Trainer]]:
 
 
 Start = Callable[..., Trainer]
+both = pytest.mark.parametrize("through", ["memory", "group"])
 
 
+@both
 def test_a_version_is_announced_once_every_engine_holds_it(
-    engines: list[EngineProcess], start: Start
+    engines: list[EngineProcess], start: Start, through: Through
 ) -> None:
-    trainer = start(*engines)
+    trainer = start(*engines, through=through)
     held_then: list[bool] = []
     trainer.publish(1, snapshot_of(10))
     for engine in engines:  # at the start they may be found one after the other
@@ -165,10 +166,39 @@ def test_a_restarted_engine_gets_the_version_without_a_step(
     wait_holds(engines[1], 1, snapshot)
 
 
+@pytest.mark.parametrize("held", ["ahead", "behind", "mixed", "equal bytes"])
+def test_whatever_engines_hold_when_a_trainer_recovers_they_come_to_its_version(
+    engines: list[EngineProcess], start: Start, held: str
+) -> None:
+    """Step 5, which a rollback left; ahead is what that gave up."""
+    forked, snapshot = Version(1, 5), snapshot_of(45)
+    before = start(*engines)
+    ahead = snapshot_of(49) if held != "equal bytes" else snapshot_of(45)
+    before.publish(3 if held == "behind" else 9, ahead)
+    for engine in engines:
+        wait_until(lambda e=engine: e.state().digest == ahead.digest, "both hold it")
+    before.publisher.close()
+    if held == "mixed":
+        engines[1].restart()
+    sent = [num_updates(engine) for engine in engines]
+
+    after = start(*engines)
+    after.publisher.submit(snapshot, forked)
+
+    for engine in engines:
+        wait_until(
+            lambda e=engine: (e.state().version, e.state().digest) == (forked, snapshot.digest),
+            f"{engine.url} comes to {forked}",
+        )
+    if held == "equal bytes":
+        assert [num_updates(engine) for engine in engines] == sent, "only the version is told"
+
+
 def test_without_an_engine_it_waits_and_then_publishes_the_newest_only(
     engines: list[EngineProcess], start: Start
 ) -> None:
     trainer = start()
+    submitted = time.monotonic()
     for number in (1, 2, 3):
         trainer.publisher.submit(
             snapshot_of(50 + number, trainer.publisher.spare()), version(number)
@@ -180,14 +210,17 @@ def test_without_an_engine_it_waits_and_then_publishes_the_newest_only(
 
     assert trainer.publisher.wait_published(version(3), WAIT_S)
     assert trainer.announced == [(version(3), snapshot_of(53).digest)]
+    waited_s = time.monotonic() - submitted
+    assert trainer.publisher.last_seconds < waited_s - 0.2, "waiting for an engine is no publish"
     assert num_updates(engines[0]) == sent + 1
 
 
+@both
 @pytest.mark.parametrize("how", ["refuse", "flip", "write", "lie"])
 def test_a_failed_update_is_no_success_and_is_tried_again(
-    engines: list[EngineProcess], start: Start, how: str
+    engines: list[EngineProcess], start: Start, how: str, through: Through
 ) -> None:
-    trainer = start(engines[0])
+    trainer = start(engines[0], through=through)
     trainer.publish(1, snapshot_of(60))
     failures: list[bool] = []
     snapshot = snapshot_of(61)
@@ -200,10 +233,11 @@ def test_a_failed_update_is_no_success_and_is_tried_again(
     assert trainer.publisher.failures == {}
 
 
+@both
 def test_a_killed_engine_does_not_keep_the_other_from_being_announced(
-    engines: list[EngineProcess], start: Start
+    engines: list[EngineProcess], start: Start, through: Through
 ) -> None:
-    trainer = start(*engines)
+    trainer = start(*engines, through=through)
     trainer.publish(1, snapshot_of(70))
     wait_holds(engines[1], 1, snapshot_of(70))
     engines[1].fail_next("die")
@@ -218,9 +252,9 @@ def test_a_killed_engine_does_not_keep_the_other_from_being_announced(
 def test_a_stopped_engine_blocks_no_step_and_its_bytes_are_never_overwritten(
     engines: list[EngineProcess], start: Start
 ) -> None:
-    """The engine stops in mid-update; the trainer goes on stepping, reusing buffers, and the engine
-    still receives exactly one whole version in the end."""
-    trainer = start(engines[0], timeout_s=600.0)
+    """The engine stops in mid-broadcast; the trainer goes on stepping, reusing buffers, and the
+    engine still receives exactly one whole version in the end."""
+    trainer = start(engines[0], timeout_s=600.0, through="group")
     publisher = trainer.publisher
     trainer.publish(1, snapshot_of(80))
     engines[0].fail_next("stop")
@@ -241,6 +275,35 @@ def test_a_stopped_engine_blocks_no_step_and_its_bytes_are_never_overwritten(
     assert publisher.wait_published(version(5), WAIT_S)
     assert [announced for announced, _ in trainer.announced] == [version(n) for n in (1, 2, 5)]
     assert trainer.announced[-1][1] == engines[0].state().digest == snapshot_of(85).digest
+
+
+def test_an_engine_stopped_while_it_reads_keeps_its_buffer_and_holds_up_no_other(
+    engines: list[EngineProcess], start: Start
+) -> None:
+    trainer = start(*engines, timeout_s=600.0, through="memory")
+    publisher = trainer.publisher
+    trainer.publish(1, snapshot_of(140))
+    for engine in engines:
+        wait_holds(engine, 1, snapshot_of(140))
+    loaded = num_loads(engines[1])
+    engines[1].fail_next("stop")
+    read = snapshot_of(141, publisher.spare())
+    publisher.submit(read, version(2))
+    assert publisher.wait_published(version(2), WAIT_S), "the other engine holds it"
+    assert engines[1].url in publisher.failures
+
+    buffers = set()
+    for number in (3, 4, 5, 6):
+        snapshot = snapshot_of(140 + number, publisher.spare())
+        buffers.add(snapshot.buckets[0].data_ptr())
+        trainer.publish(number, snapshot)
+        assert holds(engines[0], number, snapshot)
+
+    assert len(buffers) == 2, "one current, one to write to"
+    assert read.buckets[0].data_ptr() not in buffers
+    engines[1].go_on()
+    wait_holds(engines[1], 6, snapshot)
+    assert num_loads(engines[1]) == loaded + 2, "the one it was reading, and 6"
 
 
 def test_unchanged_bytes_after_a_changed_master_are_refused(
@@ -284,7 +347,7 @@ def test_a_starting_trainer_fences_the_older_one_before_it_has_weights(
     wait_until(lambda: engines[0].state().epoch == newer.epoch, "the engine knows the new epoch")
 
     older = WeightsSender(3.0).publish(
-        snapshot_of(110), version(1), newer.epoch - 1, [engines[0].url]
+        snapshot_of(110), version(1), newer.epoch - 1, [engines[0].peer]
     )
     assert isinstance(older[engines[0].url], EpochRefused)
 
@@ -305,10 +368,11 @@ def test_a_failing_callback_surfaces_in_the_owner(
         trainer.publisher.check()
 
 
+@both
 def test_closing_does_not_wait_for_a_stopped_engine(
-    engines: list[EngineProcess], start: Start
+    engines: list[EngineProcess], start: Start, through: Through
 ) -> None:
-    trainer = start(engines[0], timeout_s=600.0)
+    trainer = start(engines[0], timeout_s=600.0, through=through)
     trainer.publish(1, snapshot_of(130))
     engines[0].fail_next("stop")
     trainer.publisher.submit(snapshot_of(131), version(2))

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kafka.protocol.consumer import FetchResponse, ListOffsetsResponse
-from kafka.record import MemoryRecords
 
 from connectors.broker.errors import ErrorCode, Refused
 from connectors.broker.partition import Partition
@@ -19,7 +18,8 @@ _Fetched = _FetchedTopic.PartitionData
 _ListedTopic = ListOffsetsResponse.ListOffsetsTopicResponse
 _Listed = _ListedTopic.ListOffsetsPartitionResponse
 
-LATEST, EARLIEST = -1, -2
+LATEST, EARLIEST, NEWEST = -1, -2, -3  # the last offset, the first, that of the latest time
+NEWEST_SINCE_VERSION = 7
 READ_COMMITTED = 1
 MAX_FETCH_BYTES = 1 << 30  # the frame's length is an int32
 
@@ -112,28 +112,32 @@ def _read(call: Call, gathered: _Gathering, request: Any, topic: str, wanted: An
 
 
 async def list_offsets(call: Call, request: Any) -> Reply:
-    topics = [
-        _ListedTopic(
-            name=topic.name,
-            partitions=[_list(call, topic.name, wanted) for wanted in topic.partitions],
-        )
-        for topic in request.topics
-    ]
+    topics = []
+    for topic in request.topics:
+        listed = [await _list(call, topic.name, wanted) for wanted in topic.partitions]
+        topics.append(_ListedTopic(name=topic.name, partitions=listed))
     return Reply(ListOffsetsResponse(throttle_time_ms=0, topics=topics))
 
 
-def _list(call: Call, topic: str, wanted: Any) -> Any:
+async def _list(call: Call, topic: str, wanted: Any) -> Any:
     code, offset, timestamp_ms = ErrorCode.NONE, -1, -1
     try:
-        partition = call.broker.topics.partition(topic, wanted.partition_index)
+        log = call.broker.topics.partition(topic, wanted.partition_index).log
         if wanted.timestamp == LATEST:
-            offset = partition.log.end_offset
+            offset = log.end_offset
         elif wanted.timestamp == EARLIEST:
-            offset = partition.log.start_offset
+            offset = log.start_offset
+        elif wanted.timestamp == NEWEST and call.version >= NEWEST_SINCE_VERSION:
+            found = await asyncio.to_thread(log.newest)
+            offset, timestamp_ms = found or (-1, -1)
         elif wanted.timestamp >= 0:
-            offset, timestamp_ms = _first_since(partition, wanted.timestamp)
+            found = await asyncio.to_thread(log.first_since, wanted.timestamp)
+            offset, timestamp_ms = found or (-1, -1)
         else:
-            raise Refused(ErrorCode.UNSUPPORTED_VERSION, "only earliest, latest and times")
+            raise Refused(
+                ErrorCode.UNSUPPORTED_VERSION,
+                f"{wanted.timestamp} is no time that this broker knows",
+            )
     except Refused as refused:
         code = refused.code
     return _Listed(
@@ -143,13 +147,3 @@ def _list(call: Call, topic: str, wanted: Any) -> Any:
         offset=offset,
         leader_epoch=0 if offset >= 0 else -1,
     )
-
-
-def _first_since(partition: Partition, timestamp_ms: int) -> tuple[int, int]:
-    """Offset and time of the first record of that time or later, (-1, -1) if there is none."""
-    for stored in partition.log.batches_since(timestamp_ms):
-        batch = MemoryRecords(stored.read()).next_batch()
-        for record in batch:
-            if record.timestamp >= timestamp_ms and record.offset >= partition.log.start_offset:
-                return record.offset, record.timestamp
-    return -1, -1

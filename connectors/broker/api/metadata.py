@@ -11,7 +11,6 @@ from connectors.broker.protocol import Call, Reply
 from connectors.broker.topics import Topic
 
 NODE_ID = 0
-CLUSTER_ID = "headwater"
 
 _Node = MetadataResponse.MetadataResponseBroker
 _Topic = MetadataResponse.MetadataResponseTopic
@@ -30,7 +29,7 @@ async def metadata(call: Call, request: Any) -> Reply:
         MetadataResponse(
             throttle_time_ms=0,
             brokers=[node],
-            cluster_id=CLUSTER_ID,
+            cluster_id=call.broker.cluster_id,
             controller_id=NODE_ID,
             topics=described,
         )

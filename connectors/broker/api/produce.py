@@ -37,14 +37,16 @@ async def produce(call: Call, request: Any) -> Reply | None:
 
 
 async def _store(call: Call, acks: int, topic: str, data: Any) -> Any:
-    start_offset = base_offset = -1
+    start_offset = base_offset = append_ms = -1
     code, message = ErrorCode.NONE, None
     try:
         if acks not in SUPPORTED_ACKS:
             raise Refused(ErrorCode.INVALID_REQUIRED_ACKS, f"acks is 0, 1 or all, got {acks}")
         partition = call.broker.topics.partition(topic, data.index)
         start_offset = partition.log.start_offset
-        base_offset = await partition.append(data.records or b"")
+        if partition.log.config.append_time:
+            append_ms = call.broker.topics.now_ms()
+        base_offset = await partition.append(data.records or b"", append_ms)
     except Refused as refused:
         code, message = refused.code, refused.message
     except OSError as error:
@@ -54,7 +56,7 @@ async def _store(call: Call, acks: int, topic: str, data: Any) -> Any:
         index=data.index,
         error_code=code,
         base_offset=base_offset,
-        log_append_time_ms=-1,
+        log_append_time_ms=append_ms,
         log_start_offset=start_offset,
         record_errors=[],
         error_message=message,

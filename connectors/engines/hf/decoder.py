@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -27,9 +29,10 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.utils.logging import disable_progress_bar
 
 from connectors.config import Section
-from connectors.engines import attention
-from connectors.engines.sampling import Sampler, Sequence
-from connectors.engines.types import EngineStartError
+from connectors.engines.hf import attention
+from connectors.engines.hf.sampling import Sampler
+from connectors.engines.sequence import Sequence
+from connectors.engines.types import EngineStartError, Sampling
 
 
 class DecoderOptions(Section):
@@ -49,7 +52,8 @@ def load_model(folder: Path, dtype: str, device: str) -> Any:
     """The causal language model in `folder`, in eval mode; EngineStartError when there is none."""
     if not (folder / "config.json").is_file():
         raise EngineStartError(f"model folder {folder}: has no config.json")
-    disable_progress_bar()  # it would fill the role's log
+    disable_progress_bar()  # it would fill the role's log, and so would the batching
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
@@ -60,9 +64,17 @@ def load_model(folder: Path, dtype: str, device: str) -> Any:
     return model.to(device).eval().requires_grad_(False)
 
 
+def num_positions(model: Any) -> int:
+    """The longest sequence the model was made for."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return sys.maxsize if limit is None else int(limit)
+
+
 class Decoder:
     """Sequences in, tokens appended to them in place. `add`, `remove` and the callbacks belong to
     the asyncio loop `listen` was called on; `paused` and `restart` to one other thread."""
+
+    kind: ClassVar[str] = "hf"
 
     def __init__(
         self, model: Any, *, max_running: int, context_tokens: int, options: DecoderOptions
@@ -135,6 +147,9 @@ class Decoder:
         if self._manager.is_running():
             self._manager.stop(block=True, timeout=10, hard_stop=True)
 
+    def refuses(self, sampling: Sampling) -> str | None:
+        return None
+
     def add(self, sequence: Sequence) -> None:
         """Submits prompt + tokens so far, under a name of its own: what ends late is told from what
         replaced it."""
@@ -178,6 +193,10 @@ class Decoder:
         self._forget(request_id)
         if not sequence.closed:
             self.add(sequence)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.sampler.num_tokens
 
     @property
     def kv_use(self) -> float:

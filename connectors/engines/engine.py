@@ -1,4 +1,4 @@
-"""The `hf` engine: requests in, completions out, over a decoder whose weights change while it runs.
+"""An engine: requests in, completions out, over a decoder whose weights change while it runs.
 
     generate ─▶ queue (per sample) ─▶ decoder's batch ─▶ completion ─▶ kept for `attach`
                   waits for: a place, a whole version, min_version
@@ -14,10 +14,10 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable
 
-from connectors.engines.decoder import Decoder
+from connectors.engines.host import this_host
 from connectors.engines.jobs import FinishedJobs, Job
-from connectors.engines.sampling import Sequence
-from connectors.engines.swap import WeightSwap
+from connectors.engines.parts import Decoder, Weights
+from connectors.engines.sequence import Sequence
 from connectors.engines.types import (
     Completion,
     EngineState,
@@ -30,23 +30,24 @@ from connectors.records import FinishReason
 ORPHAN_S = 600.0
 KEEP_S = 600.0
 KEEP_COUNT = 4096
+MAX_SAMPLES = 4096  # of one request
 
 
-class HfEngine:
+class DecodingEngine:
     """`on_fatal` is called once, with the reason, when the decoder died: nothing will end any more
     and the process should."""
 
     def __init__(
         self,
         decoder: Decoder,
-        swap: WeightSwap,
+        weights: Weights,
         *,
         max_running: int,
         orphan_s: float = ORPHAN_S,
         finished: FinishedJobs | None = None,
     ) -> None:
         self._decoder = decoder
-        self._swap = swap
+        self._weights = weights
         self._max_running = max_running
         self._orphan_s = orphan_s
         self._jobs: OrderedDict[str, Job] = OrderedDict()
@@ -64,7 +65,7 @@ class HfEngine:
                 on_fatal(reason)
 
         self._loop = asyncio.get_running_loop()
-        self._swap.on_version = self._version_changed
+        self._weights.on_version = self._version_changed
         self._decoder.listen(
             on_finished=lambda sequence: self._sample_ended(sequence, None),
             on_failed=lambda sequence: self._sample_ended(sequence, "error"),
@@ -105,17 +106,22 @@ class HfEngine:
 
     def state_now(self) -> EngineState:
         return EngineState(
-            version=self._swap.version,
-            digest=self._swap.digest,
-            epoch=self._swap.epoch,
+            version=self._weights.version,
+            digest=self._weights.digest,
+            epoch=self._weights.epoch,
             num_running=len(self._running),
             num_queued=sum(len(job.waiting) for job in self._jobs.values()),
             kv_use=self._decoder.kv_use,
-            num_tokens=self._decoder.sampler.num_tokens,
+            num_tokens=self._decoder.num_tokens,
+            host=this_host(),
+            device=self._decoder.device.type,
+            num_ranks=self._weights.num_ranks,
             info={
-                "kind": "hf",
+                "kind": self._decoder.kind,
                 "context_tokens": self._decoder.context_tokens,
+                "vocab_size": self._decoder.vocab_size,
                 "max_running": self._max_running,
+                "update_seconds": self._weights.update_seconds,
             },
         )
 
@@ -176,14 +182,19 @@ class HfEngine:
         wrong = next((i for i in prompt if not 0 <= i < size), None)
         if wrong is not None:
             raise RequestRefused(f"token id {wrong} is outside the vocabulary of {size}")
-        if request.num_samples < 1:
-            raise RequestRefused(f"num_samples must be at least 1, got {request.num_samples}")
+        if not 1 <= request.num_samples <= MAX_SAMPLES:
+            raise RequestRefused(
+                f"num_samples must be from 1 to {MAX_SAMPLES}, got {request.num_samples}"
+            )
         if sampling.max_tokens < 1:
             raise RequestRefused(f"max_tokens must be at least 1, got {sampling.max_tokens}")
         if not 0 <= sampling.temperature < float("inf"):
             raise RequestRefused(f"temperature must be 0 or more, got {sampling.temperature}")
         if not 0 < sampling.top_p <= 1:
             raise RequestRefused(f"top_p must be in (0, 1], got {sampling.top_p}")
+        refused = self._decoder.refuses(sampling)
+        if refused is not None:
+            raise RequestRefused(refused)
         return min(sampling.max_tokens, context - len(prompt))
 
     async def _wait(self, job: Job) -> tuple[Completion, ...]:
@@ -209,7 +220,7 @@ class HfEngine:
     def _admit(self) -> None:
         """Moves samples from the queue, oldest request first, into free places of the batch."""
         for job in self._jobs.values():
-            if not job.waiting or not job.may_start_at(self._swap.version):
+            if not job.waiting or not job.may_start_at(self._weights.version):
                 continue
             while job.waiting:
                 if len(self._running) >= self._max_running:

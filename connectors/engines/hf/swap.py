@@ -1,5 +1,6 @@
-"""Weights taken by a running decoder: received beside the generation, installed between two decode
-steps. Which version the engine holds, and whether it may decode at all, is decided here.
+"""Weights taken by a running decoder: received or read, and verified, beside the generation;
+installed between two decode steps. Which version the engine holds, and whether it may decode at
+all, is decided here.
 
 An interrupted update leaves no whole version: decoding is then held between two steps (sequences
 keep their tokens) until the next version is in.
@@ -12,13 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from connectors.engines.decoder import Decoder
+from connectors.engines.hf.decoder import Decoder
 from connectors.engines.metrics import Durations
 from connectors.records import Version
 from connectors.weights import (
     Ack,
     FenceRequest,
     JoinRequest,
+    LoadRequest,
     RelabelRequest,
     Staged,
     UpdateRequest,
@@ -31,6 +33,8 @@ class WeightSwap:
     `on_version` is called from those threads after every change of `version`. Errors are
     WeightsErrors."""
 
+    num_ranks = 1
+
     def __init__(self, decoder: Decoder, receiver: WeightsReceiver) -> None:
         self._decoder = decoder
         self._receiver = receiver
@@ -40,6 +44,7 @@ class WeightSwap:
         self.on_version: Callable[[], None] = lambda: None
         self.update_durations = Durations()
         self.pause_durations = Durations()
+        self.update_seconds: dict[str, float] = {}
 
     @property
     def version(self) -> Version | None:
@@ -67,18 +72,30 @@ class WeightSwap:
         """Receives one version and installs it."""
         started = time.monotonic()
         with self._held_when_interrupted():
-            ack = self._install(self._receiver.receive(request))
-        self.update_durations.add(time.monotonic() - started)
-        return ack
+            return self._install(self._receiver.receive(request), started)
 
-    def _install(self, staged: Staged) -> Ack:
+    def load(self, request: LoadRequest) -> Ack:
+        """Installs a version that lies in the trainer's memory."""
+        started = time.monotonic()
+        with self._held_when_interrupted(), self._receiver.loaded(request) as staged:
+            return self._install(staged, started)
+
+    def _install(self, staged: Staged, started: float) -> Ack:
+        received = time.monotonic()
         with self._lock, self._decoder.paused():
-            started = time.monotonic()
+            paused = time.monotonic()
             ack = self._receiver.apply(staged)
             self._decoder.sampler.version = ack.version
             self._decoder.restart()
             self._release()
-            self.pause_durations.add(time.monotonic() - started)
+            ended = time.monotonic()
+            self.pause_durations.add(ended - paused)
+            self.update_durations.add(ended - started)
+            self.update_seconds = {
+                "receive": received - started,
+                "wait": paused - received,  # for a decode step to end
+                "pause": ended - paused,
+            }
         return ack
 
     def relabel(self, request: RelabelRequest) -> Ack:

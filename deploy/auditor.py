@@ -1,0 +1,255 @@
+"""The audit as a fold: what each record of `policy`, `steps` and `trajectories` changes.
+
+announcement ──▶ granted, refunded ─┐
+manifest ─────▶ trained, dropped ───┼──▶ one byte a prompt (`Prompts`), the open ones in full
+terminal ─────▶ arrived, closed ────┘
+"""
+
+from __future__ import annotations
+
+from connectors.records import Announcement, Begin, Coordinate, Manifest, Version
+from deploy.announced import Announcements
+from deploy.base import Survey
+from deploy.findings import Activity, Audit, History, Terminal, Violation
+from deploy.history import (
+    ARRIVED,
+    BEFORE,
+    CLOSED,
+    DROPPED,
+    REFUNDED,
+    TRAINED,
+    Line,
+    Place,
+    Prompts,
+    lineage_of,
+)
+from operators.staleness.lineage import lag
+
+
+class Auditor:
+    """The audit between two records: told of forks, manifests and announcements in the order in
+    which the feed folds them, it reads `trajectories` as far as it must."""
+
+    def __init__(self, history: History, survey: Survey) -> None:
+        self._history, self._survey = history, survey
+        base = history.base.feed if history.base else None
+        self._lineage = {**(base.lineage if base else {}), **survey.chain.lineage}
+        self._prompts = Prompts(history.prompts_topic, base)
+        self.found = Audit(
+            chain_breaks=[*survey.chain.breaks, *survey.breaks],
+            num_void=survey.num_void,
+            from_step=history.base.step + 1 if history.base else 1,
+            to_step=survey.chain.step,
+            lineage=lineage_of(self._lineage),
+        )
+        self._announcements = Announcements(
+            history, self._lineage, survey, self._prompts, self.found
+        )
+        self._terminals = {p: iter(terminals) for p, terminals in history.terminals.items()}
+        self._read = dict.fromkeys(history.terminals, 0)
+        self._activity = {p: Activity() for p in history.terminals}
+        self._open: dict[Place, tuple[Version, float]] = {}  # version and time of the grant
+        self._arrived: dict[Place, Terminal] = {}  # of open ones, and of those not granted yet
+        self._ungranted: dict[Place, Terminal] = {}
+        self._excluded: set[str] = set()
+        self._num_trained = self._num_duplicates = 0
+        for begin in survey.chain.forks:
+            if history.base is not None and history.base.holds(begin):
+                self._excluded.update(begin.excluded)
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """What the checkpoint knew where the kept log begins."""
+        if self._history.base is None:
+            return
+        feed = self._history.base.feed
+        for entry in feed.open:
+            self._open[entry.partition, entry.offset] = (entry.admitted_at, 0.0)
+        for terminal in self._history.arrived:
+            if (place := self._prompts.place(terminal.group_id)) is not None:
+                self._arrived[place] = terminal
+        self._read = dict(enumerate(feed.read))
+
+    # -------------------------------------------------------------------------------- the events
+    def fork(self, begin: Begin) -> None:
+        self._announcements.fork(begin)
+        self._excluded.update(begin.excluded)
+
+    def announce(self, offset: int, said: Announcement) -> None:
+        for partition, first, end in self._announcements.hear(offset, said):
+            for at in range(first, end):
+                place = (partition, at)
+                self._ungranted.pop(place, None)
+                if not self._prompts.has_ended(place):
+                    self._open[place] = (said.version, said.announced_at)
+        for group_id in said.closed:
+            self._settle(group_id, REFUNDED)
+
+    def step(self, manifest: Manifest) -> None:
+        given_up_by = self._survey.given_up_by(manifest)
+        self._announcements.made(manifest, given_up_by)
+        if given_up_by is not None:
+            self.found.given_up["steps"] += 1
+            self.found.given_up["groups"] += len(manifest.records)
+            return
+        for record in manifest.records:
+            self._train(record, manifest)
+        for group_id in manifest.dropped:
+            self._settle(group_id, DROPPED)
+
+    def _settle(self, group_id: str, how: int) -> None:
+        """An announcement refunds a group, or a step lists it as dropped."""
+        place = self._prompts.place(group_id)
+        if place is None or not self._prompts.granted(place):
+            self.found.ungranted.append(group_id)
+            return
+        arrived = self._arrived.pop(place, None)
+        if arrived is not None and arrived.kind == "corrupt":
+            how |= CLOSED
+        if self._prompts.mark(place, how) & TRAINED:
+            self.found.settled_twice.append(group_id)
+        self._open.pop(place, None)
+
+    def _train(self, record: Coordinate, manifest: Manifest) -> None:
+        self._num_trained += 1
+        self._read_to(record.partition, record.offset)
+        group_id = record.group_id
+        place = self._prompts.place(group_id)
+        if place is None or not self._prompts.granted(place):
+            self.found.ungranted.append(group_id)
+            return
+        if group_id in self._excluded:
+            self.found.excluded_trained.append(group_id)
+        before = self._prompts.mark(place, TRAINED)
+        self._open.pop(place, None)
+        arrived = self._arrived.pop(place, None)
+        if before & TRAINED:
+            self.found.trained_twice.append(group_id)
+        elif before & (CLOSED | REFUNDED | DROPPED | BEFORE):
+            self.found.settled_twice.append(group_id)
+        elif (wrong := _difference(record, arrived)) is not None:
+            self.found.wrong_records[group_id] = f"step {manifest.step}: {wrong}"
+        elif arrived is not None:
+            self._check_age(arrived, manifest)
+
+    def _check_age(self, arrived: Terminal, manifest: Manifest) -> None:
+        bound = self._history.strategy.bound
+        # The step that makes version n trains at version n - 1.
+        at = Version(manifest.version.incarnation, manifest.version.number - 1)
+        ages = [lag(at, version, self._lineage) for version in arrived.versions]
+        wrong = [age for age in ages if age < 0 or (bound is not None and age > bound)]
+        if wrong:
+            self.found.bound_violations.append(
+                Violation(
+                    group_id=arrived.group_id, step=manifest.step, staleness=max(wrong, key=abs)
+                )
+            )
+
+    # --------------------------------------------------------------------------------- terminals
+    def _read_to(self, partition: int, offset: int) -> None:
+        """Of one partition of `trajectories`, up to and with `offset`."""
+        terminals = self._terminals.get(partition, iter(()))
+        while self._read.get(partition, 0) <= offset:
+            terminal = next(terminals, None)
+            if terminal is None:
+                return
+            self._read[partition] = terminal.offset + 1
+            self._activity[partition].add(terminal.written_at)
+            self._take_in(terminal)
+
+    def _take_in(self, terminal: Terminal) -> None:
+        where = f"trajectories/{terminal.partition}/{terminal.offset}"
+        place = self._prompts.place(terminal.group_id)
+        if terminal.kind == "corrupt":
+            self.found.unreadable.append(f"{where} ({terminal.group_id}): {terminal.error}")
+        elif place is None:
+            self.found.unreadable.append(f"{where}: {terminal.group_id} is no group of this run")
+        if place is None:
+            return
+        if place in self._prompts.unread:
+            self._prompts.unread.discard(place)
+            return
+        fate = self._prompts.fate(place)
+        if fate & (ARRIVED | BEFORE):
+            self._num_duplicates += 1
+            return
+        refunded = bool(fate & (REFUNDED | DROPPED))
+        closed = terminal.kind == "closed" or (terminal.kind == "corrupt" and refunded)
+        self._prompts.mark(place, ARRIVED | CLOSED if closed else ARRIVED)
+        if not self._prompts.granted(place):
+            self._ungranted[place] = terminal
+        if self._prompts.has_ended(place):
+            self._open.pop(place, None)
+        else:
+            self._arrived[place] = terminal
+
+    # ---------------------------------------------------------------------------------- the end
+    def finish(self) -> Audit:
+        for partition in self._terminals:
+            self._read_to(partition, 1 << 62)
+        found, prompts = self.found, self._prompts
+        found.ungranted += [
+            t.group_id
+            for t in self._ungranted.values()
+            if t.offset < self._history.terminal_ends.get(t.partition, 1 << 62)
+        ]
+        self._overdue()
+        scoring = self._unscored()
+        base = self._history.base
+        num_trained = self._num_trained + (base.feed.counts.trained if base else 0)
+        found.groups = {
+            "granted": prompts.num_granted,
+            "trained": num_trained,
+            "closed": prompts.closed,
+            "dropped": prompts.dropped,
+            "open": prompts.open,
+            "scoring": scoring,
+            "duplicates": self._num_duplicates,
+        }
+        ended = sum(found.groups[how] for how in ("trained", "closed", "dropped", "open"))
+        found.credit_balance = prompts.num_granted - ended
+        return found
+
+    def _overdue(self) -> None:
+        """Open groups that can no longer be trained within the bound: a reservation was lost. Of
+        one that started from a version given up since, its bound does not tell."""
+        bound, at = self._history.strategy.bound, self._announcements.published
+        line = Line(self._survey.chain.incarnation, self._lineage)
+        if bound is None or at is None or at not in line:
+            return
+        for place, (version, _) in self._open.items():
+            if version in line and (age := lag(at, version, self._lineage)) > bound:
+                what = "it arrived" if place in self._arrived else "it has no terminal"
+                self.found.lost[self._prompts.id_of(place)] = (
+                    f"granted at version {version}, {age} steps before {at}, and never ended; "
+                    f"{what}"
+                )
+
+    def _unscored(self) -> int:
+        """How many open groups wait for their reward; those the reward stage lost are noted."""
+        missing = {p: at for p, (_, at) in self._open.items() if p not in self._arrived}
+        if not missing:
+            return 0
+        count = 0
+        for place, written_at in self._history.rollouts(missing, min(missing.values())):
+            count += 1
+            worked_s = self._activity[place[0]].since(written_at)
+            if worked_s > self._history.patience_s:
+                self.found.lost.setdefault(
+                    self._prompts.id_of(place),
+                    f"generated, and not scored in {worked_s:.0f} s in which others were",
+                )
+        return count
+
+
+def _difference(record: Coordinate, found: Terminal | None) -> str | None:
+    """Why the terminal of a trained group is not the record its manifest names, or None."""
+    named = f"trajectories/{record.partition}/{record.offset} with checksum {record.crc:08x}"
+    if found is None:
+        return f"{named} is not in the log"
+    if (found.partition, found.offset, found.crc) != (record.partition, record.offset, record.crc):
+        return (
+            f"{named} was trained, the log holds the group at trajectories/{found.partition}/"
+            f"{found.offset} with {found.crc:08x}"
+        )
+    return found.error or None

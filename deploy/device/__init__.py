@@ -1,0 +1,1 @@
+"""The checks behind `deploy.gpu_check`: real parts on a device, models with random weights."""
