@@ -122,6 +122,7 @@ class Credits:
     def _ledger(self, books: Books) -> Ledger:
         return Ledger(
             version=books.version,
+            published=books.version,
             batch_size=self._batch_size,
             free_slots=self._batch_size,
             group_size=self._group_size,

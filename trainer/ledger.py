@@ -282,6 +282,7 @@ class FeedCore:
         at, counts = published or self.published, self.accounts.counts()
         return Ledger(
             version=self.version,
+            published=at or self.version,
             batch_size=self.batch_size,
             free_slots=self.batch_size - len(self.committed),
             group_size=self.group_size,

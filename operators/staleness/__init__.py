@@ -1,61 +1,64 @@
 """Staleness policies by name: `policy("n-step-off", n=1)`.
 
-What a policy is and promises: `operators.staleness.types`.
+What a policy is and promises: `operators.staleness.types`. Each family has a file; its `PRESETS`
+say what it takes (`operators.staleness.preset`).
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-from operators.staleness.n_step_off import NStepOff
+from operators.staleness import n_step_off
+from operators.staleness.preset import REQUIRED, Preset, RunShape
 from operators.staleness.types import StalenessPolicy
 
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    """A parameter that is an integer of at least `least`."""
-
-    least: int = 0
-
-    def check(self, value: Any) -> str | None:
-        """The rule, if `value` breaks it."""
-        if isinstance(value, bool) or not isinstance(value, int) or value < self.least:
-            return f"must be an integer of at least {self.least}"
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Preset:
-    build: Callable[..., StalenessPolicy[Any]]
-    parameters: Mapping[str, Count]
-
+FAMILIES = (n_step_off,)
 
 PRESETS: Mapping[str, Preset] = {
-    "n-step-off": Preset(lambda n: NStepOff(n), {"n": Count()}),
-    "sync": Preset(lambda: NStepOff(0, "sync"), {}),
-    "one-step-off": Preset(lambda: NStepOff(1, "one-step-off"), {}),
+    name: preset for family in FAMILIES for name, preset in family.PRESETS.items()
 }
 
 
 def policy(name: str, **parameters: Any) -> StalenessPolicy[Any]:
-    """The policy of that name. ValueError, one line, for an unknown name or parameter (with the
-    nearest known one), a missing parameter, or a value that breaks the parameter's rule."""
-    preset = PRESETS.get(name)
-    if preset is None:
-        raise ValueError(f"unknown staleness policy {name!r}{_nearest(name, PRESETS)}")
+    """The policy of that name; what is left out has the framework's own default. ValueError, one
+    line, for an unknown name or parameter (with the nearest known one), a missing parameter, or
+    values that break a rule (with the rule)."""
+    preset = _preset(name)
     for key, value in parameters.items():
         if key not in preset.parameters:
             raise ValueError(f"{name}: unknown parameter {key!r}{_nearest(key, preset.parameters)}")
         broken = preset.parameters[key].check(value)
         if broken:
             raise ValueError(f"{name}: {key} {broken}, got {value!r}")
-    missing = [key for key in preset.parameters if key not in parameters]
+    chosen = {key: parameters.get(key, p.default) for key, p in preset.parameters.items()}
+    missing = [key for key, value in chosen.items() if value is REQUIRED]
     if missing:
         raise ValueError(f"{name}: parameter {missing[0]!r} is missing")
-    return preset.build(**parameters)
+    try:
+        return preset.build(**chosen)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def policy_for(name: str, shape: RunShape, **parameters: Any) -> StalenessPolicy[Any]:
+    """The policy of that name for a run of that shape, which gives what `parameters` leave out
+    before the framework's defaults do. Raises as `policy`, also for a parameter that contradicts
+    the run."""
+    preset = _preset(name)
+    given = {key: of_run(shape) for key, of_run in preset.from_run.items()}
+    for key in preset.fixed:
+        if parameters.get(key, given[key]) != given[key]:
+            raise ValueError(f"{name}: {key} is {given[key]} in this run, got {parameters[key]!r}")
+    return policy(name, **{**given, **parameters})
+
+
+def _preset(name: str) -> Preset:
+    preset = PRESETS.get(name)
+    if preset is None:
+        raise ValueError(f"unknown staleness policy {name!r}{_nearest(name, PRESETS)}")
+    return preset
 
 
 def _nearest(word: str, known: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ import msgspec
 
 from connectors.records import Cancel, Version
 from operators.staleness.lineage import lag
+from operators.staleness.preset import Count, Preset
 from operators.staleness.types import (
     Announced,
     Choice,
@@ -50,6 +51,7 @@ class NStepOff:
     """The policy object; `bound` = n."""
 
     unit: Unit = "group"
+    auditable = True
 
     def __init__(self, n: int, name: str = "n-step-off") -> None:
         self.name = name
@@ -123,3 +125,10 @@ def _remove(state: Slots, group_id: str, *, give_back: bool) -> Slots:
     if give_back:
         bisect.insort(free, slot)
     return msgspec.structs.replace(state, taken=taken, free=tuple(free))
+
+
+PRESETS = {
+    "n-step-off": Preset(build=lambda n: NStepOff(n), parameters={"n": Count()}),
+    "sync": Preset(build=lambda: NStepOff(0, "sync")),
+    "one-step-off": Preset(build=lambda: NStepOff(1, "one-step-off")),
+}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
 from connectors.records import Cancel, Fork, Version
+from operators.staleness.lineage import lag
 
 Unit = Literal["trajectory", "group", "batch"]
 GroupState = Literal["running", "ready", "held"]
@@ -39,11 +40,17 @@ class OpenGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
-    """All the feed knows when it asks. `version` is the one the open step trains at;
-    `num_unpublished` counts groups trained (or committed to a closed step) whose weights are not
-    announced yet; `lineage` is the fork of each incarnation, for `lag`."""
+    """All the feed knows when it asks.
+
+    version          the one the open step trains at
+    published        the last announced one, or the one that is about to be
+    groups           granted, neither closed nor committed to a step, in admission order
+    num_unpublished  groups of closed steps whose weights are not announced yet
+    lineage          the fork of each incarnation, for `lag`
+    """
 
     version: Version
+    published: Version
     batch_size: int
     free_slots: int
     group_size: int
@@ -54,11 +61,50 @@ class Ledger:
     num_unpublished: int
     lineage: Mapping[int, Fork] = field(default_factory=dict)
 
+    @property
+    def running(self) -> tuple[OpenGroup, ...]:
+        return tuple(group for group in self.groups if group.state == "running")
+
+    @property
+    def ready(self) -> tuple[OpenGroup, ...]:
+        """Arrived groups, in admission order."""
+        return tuple(group for group in self.groups if group.state != "running")
+
+    @property
+    def arrivals(self) -> tuple[OpenGroup, ...]:
+        """Arrived groups, in the order they arrived."""
+        return tuple(sorted(self.ready, key=lambda group: group.ready_order or 0))
+
+    @property
+    def num_outstanding(self) -> int:
+        """Groups granted and not closed, each until weights trained on it are announced."""
+        num_committed = self.batch_size - self.free_slots
+        return len(self.groups) + num_committed + self.num_unpublished
+
+    @property
+    def steps_ahead(self) -> int:
+        """Versions trained and not announced yet."""
+        return lag(self.version, self.published, self.lineage)
+
+    def age(self, group: OpenGroup) -> int:
+        """Staleness of the group's oldest token, were it committed to the open step; of a running
+        group the most it can be."""
+        return lag(self.version, group.oldest, self.lineage)
+
+    def age_since_grant(self, group: OpenGroup) -> int:
+        """As `age`, counted from the version that was announced when the group was granted."""
+        return lag(self.version, group.admitted_at, self.lineage)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Ids in the policy's unit. Nothing committed means wait. `mask_before`: token mask, None =
-    none."""
+    """Group ids. Nothing committed means wait.
+
+    commit       ready groups that enter the open step, at most `free_slots`
+    drop         groups given up, arrived or running: refunded, never trained
+    hold         ready groups kept back though there is room; only reported
+    mask_before  tokens of versions below it are masked in what is committed, None = none
+    """
 
     commit: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
@@ -112,9 +158,17 @@ S = TypeVar("S")
 
 
 class StalenessPolicy(Protocol[S]):
+    """name       of the preset
+    unit       that `credits` counts
+    bound      no trained token is staler, whatever happens; None: not strict
+    auditable  its credits follow from what the log shows (announcements, grants, refunds, trained
+               steps), so an audit can ask it again; else they hang on arrivals or on engine load
+    """
+
     name: str
     unit: Unit
-    bound: int | None  # None: not strict
+    bound: int | None
+    auditable: bool
 
     def start(self) -> S: ...
 

@@ -47,6 +47,7 @@ class Run:
     def ledger(self) -> Ledger:
         return Ledger(
             version=v(self.version),
+            published=v(self.published),
             batch_size=self.batch_size,
             free_slots=self.batch_size - self.committed,
             group_size=1,
@@ -382,6 +383,7 @@ def test_what_a_rollback_made_too_old_is_dropped_at_once() -> None:
     goes back to step 2 as (1, 2)."""
     ledger = Ledger(
         version=Version(1, 2),
+        published=Version(1, 2),
         batch_size=1,
         free_slots=1,
         group_size=1,

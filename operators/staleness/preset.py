@@ -1,0 +1,115 @@
+"""What a preset takes: its parameters, their rules, and what of them a run decides.
+
+`Parameter`s are checked one by one here; a rule over several is the policy's constructor's, which
+raises ValueError with the rule and the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from operators.staleness.types import StalenessPolicy
+
+REQUIRED: Final = object()
+
+
+class Parameter(Protocol):
+    @property
+    def default(self) -> Any:
+        """The framework's own, or REQUIRED."""
+
+    def check(self, value: Any) -> str | None:
+        """The rule, if `value` breaks it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """An integer of at least `least`; None too where it is `optional`."""
+
+    default: Any = REQUIRED
+    least: int = 0
+    optional: bool = False
+
+    def check(self, value: Any) -> str | None:
+        if value is None and self.optional:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < self.least:
+            return f"must be an integer of at least {self.least}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number of at least `least` and at most `most`."""
+
+    default: Any = REQUIRED
+    least: float = 0.0
+    most: float = float("inf")
+
+    def check(self, value: Any) -> str | None:
+        wrong = isinstance(value, bool) or not isinstance(value, int | float)
+        if wrong or not self.least <= value <= self.most or value == float("inf"):
+            upper = "" if self.most == float("inf") else f" and at most {self.most:g}"
+            return f"must be a number of at least {self.least:g}{upper}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    default: bool
+
+    def check(self, value: Any) -> str | None:
+        return None if isinstance(value, bool) else "must be true or false"
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    values: tuple[Any, ...]
+    default: Any = REQUIRED
+
+    def check(self, value: Any) -> str | None:
+        # True == 1: a flag is no count
+        known = any(value == v and type(value) is type(v) for v in self.values)
+        return None if known else f"must be one of {', '.join(map(repr, self.values))}"
+
+
+@dataclass(frozen=True, slots=True)
+class CountOr:
+    """An integer of at least `least`, or `word`."""
+
+    word: str
+    default: Any = REQUIRED
+    least: int = 0
+
+    def check(self, value: Any) -> str | None:
+        if value == self.word or Count(least=self.least).check(value) is None:
+            return None
+        return f"must be an integer of at least {self.least} or {self.word!r}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunShape:
+    """What a run decides for its policy: groups a step, trajectories a group, trajectories that
+    all engines generate at once, engines."""
+
+    batch_size: int
+    group_size: int
+    num_slots: int
+    num_engines: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """build       from all parameters, by keyword
+    parameters  by name, with the framework's own names and defaults
+    from_run    parameters that a run gives when its configuration leaves them out
+    fixed       those of `from_run` that may not differ from what the run gives: the framework's own
+                name for the run's batch size
+    """
+
+    build: Callable[..., StalenessPolicy[Any]]
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    from_run: Mapping[str, Callable[[RunShape], Any]] = field(default_factory=dict)
+    fixed: tuple[str, ...] = ()
