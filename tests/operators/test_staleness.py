@@ -7,121 +7,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
 from connectors.records import Fork, Version
 from operators.staleness import policy
 from operators.staleness.lineage import lag, stalest
-from operators.staleness.types import (
-    Announced,
-    Arrived,
-    Choice,
-    Closed,
-    Committed,
-    Event,
-    Granted,
-    Ledger,
-    OpenGroup,
-    StalenessPolicy,
-)
-
-
-def v(number: int) -> Version:
-    return Version(0, number)
-
-
-class Run:
-    """A policy under test with the ledger it is shown."""
-
-    def __init__(self, subject: StalenessPolicy[Any], batch_size: int) -> None:
-        self.policy = subject
-        self.batch_size = batch_size
-        self.state = subject.start()
-        self.version = 0
-        self.published = 0
-        self.committed = 0
-        self.num_granted = 0
-        self.open: dict[str, OpenGroup] = {}
-
-    def ledger(self) -> Ledger:
-        return Ledger(
-            version=v(self.version),
-            published=v(self.published),
-            batch_size=self.batch_size,
-            free_slots=self.batch_size - self.committed,
-            group_size=1,
-            groups=tuple(self.open.values()),
-            num_granted=self.num_granted,
-            num_trained=0,
-            num_closed=0,
-            num_unpublished=0,
-        )
-
-    def observe(self, event: Event) -> None:
-        before = msgspec.json.encode(self.state)
-        after = self.policy.observe(self.state, event)
-        assert msgspec.json.encode(self.state) == before, "observe changed the state it was given"
-        self.state = msgspec.json.decode(msgspec.json.encode(after), type=type(after))
-
-    def publish(self, number: int) -> None:
-        self.published = number
-        self.observe(Announced(v(number)))
-
-    def credits(self) -> int:
-        return self.policy.credits(self.state, self.ledger())
-
-    def grant(self) -> str:
-        group_id = f"p/0/{self.num_granted}"
-        self.open[group_id] = OpenGroup(
-            group_id=group_id,
-            partition=0,
-            offset=self.num_granted,
-            oldest=v(self.published),
-            newest=None,
-            admitted_at=v(self.published),
-            state="running",
-            order=self.num_granted,
-        )
-        self.num_granted += 1
-        self.observe(Granted(group_id, v(self.published)))
-        return group_id
-
-    def grant_all(self) -> list[str]:
-        return [self.grant() for _ in range(self.credits())]
-
-    def arrive(self, group_id: str, oldest: int | None = None) -> None:
-        group = self.open[group_id]
-        true = group.oldest if oldest is None else v(oldest)
-        self.open[group_id] = OpenGroup(
-            group_id=group_id,
-            partition=0,
-            offset=group.offset,
-            oldest=true,
-            newest=true,
-            admitted_at=group.admitted_at,
-            state="ready",
-            order=group.order,
-            ready_order=0,
-        )
-        self.observe(Arrived(group_id, true, true))
-
-    def close(self, group_id: str) -> None:
-        del self.open[group_id]
-        self.observe(Closed(group_id, "reward_failed"))
-
-    def choose(self) -> Choice:
-        """Asks, commits, and goes on to the next step when this one is full."""
-        choice = self.policy.choose(self.state, self.ledger())
-        for group_id in choice.drop:
-            self.close(group_id)
-        for group_id in choice.commit:
-            del self.open[group_id]
-            self.committed += 1
-            self.observe(Committed(group_id, self.version + 1))
-        if self.committed == self.batch_size:
-            self.version, self.committed = self.version + 1, 0
-        return choice
+from operators.staleness.types import Choice, Granted, Ledger, OpenGroup
+from tests.operators.policy_run import Run, v
 
 
 class InOrder:
