@@ -6,13 +6,14 @@
     FOLDER/restart        put there by hand: begin anew. What was written before stays, and counts
 
 bytewax silently drops the state of a renamed step, dies on a lost file without saying which, and
-goes on at the offsets of whatever log it is pointed at. All of that is refused here, by name.
+goes on at the offsets of whatever log it is pointed at. All of that is refused here, by name. What
+it keeps of an epoch that a killed process did not finish is deleted (`forget_unfinished`).
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
@@ -51,6 +52,31 @@ class Belongs(msgspec.Struct, frozen=True, kw_only=True):
     partitions: int
     work: dict[str, Any] = {}
     anew: bool = False
+
+
+def forget_unfinished(databases: Sequence[Path]) -> None:
+    """Deletes the snapshots of epochs that are to be executed again.
+
+    bytewax goes on from the epoch that its last execution had not finished, and leaves the
+    snapshots which that one had already made of it. The epoch's new execution overwrites those of
+    the steps that make one again, of other items: what is left of the old ones is not of the same
+    moment. A second kill would so resume two steps at different offsets."""
+    executions: list[tuple[int, int, int]] = []  # number, workers, epoch it began at
+    reached: list[tuple[int, int, int]] = []  # number, worker, epoch
+    for file in databases:
+        with closing(sqlite3.connect(file)) as database:
+            executions += database.execute("SELECT ex_num, worker_count, resume_epoch FROM exs")
+            reached += database.execute("SELECT ex_num, worker_index, worker_frontier FROM fronts")
+    if not executions:
+        return
+    last, num_workers, began = max(executions)
+    epochs = dict.fromkeys(range(num_workers), began)
+    for number, worker, epoch in reached:
+        if number == last:
+            epochs[worker] = max(epochs[worker], epoch)
+    for file in databases:
+        with closing(sqlite3.connect(file)) as database, database:
+            database.execute("DELETE FROM snaps WHERE snap_epoch >= ?", (min(epochs.values()),))
 
 
 class RecoveryFolder:
@@ -94,6 +120,7 @@ class RecoveryFolder:
                 raise RecoveryLost(f"{self.path} has lost its database; {self.remedy}")
             self._check_databases(databases)
             self._check_belongs(known, belongs)
+            forget_unfinished(databases)
             return RecoveryConfig(self.path)
         if not restart.exists() and (topic := written()):
             lost = f"has lost its {_BELONGS}" if databases else "is empty"

@@ -22,6 +22,7 @@ from connectors.kafka.async_op import AsyncWork
 from connectors.kafka.client import Cluster
 from connectors.kafka.sink import LogSink, Outgoing
 from connectors.kafka.source import STOP, Item, ItemReader, LogSource
+from pipelines.recovery_folder import forget_unfinished
 
 
 async def work(item: Item) -> list[Outgoing]:
@@ -41,7 +42,9 @@ def main() -> None:
     items = op.input("in", flow, LogSource(cluster, "prompts", granted=True))
     done = op.stateful_batch("work", items, AsyncWork(work, ItemReader(cluster, "prompts")))
     op.output("out", done, LogSink(cluster, "rollouts", "rollout"))
-    recovery = RecoveryConfig(Path(sys.argv[2]))
+    folder = Path(sys.argv[2])
+    forget_unfinished(sorted(folder.glob("part-*.sqlite3")))
+    recovery = RecoveryConfig(folder)
     cli_main(flow, epoch_interval=timedelta(seconds=0.1), recovery_config=recovery)
 
 
