@@ -1,0 +1,1 @@
+"""Runs in virtual time: the policies' own objects against simulated engines and a trainer."""

@@ -1,0 +1,185 @@
+"""How many tokens a trajectory has: distributions, all of them bounded.
+
+`sample` draws n whole lengths of at least 1; `mean` is that of the distribution, in closed form and
+up to rounding; `longest` is never exceeded. Parameters that make no distribution raise ValueError.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+class Lengths(Protocol):
+    @property
+    def longest(self) -> int: ...
+
+    def sample(self, rng: np.random.Generator, n: int) -> Ints: ...
+
+    def mean(self) -> float: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fixed:
+    tokens: int
+
+    def __post_init__(self) -> None:
+        _require(self.tokens >= 1, f"tokens must be at least 1, got {self.tokens}")
+
+    @property
+    def longest(self) -> int:
+        return self.tokens
+
+    def sample(self, rng: np.random.Generator, n: int) -> Ints:
+        return np.full(n, self.tokens, dtype=np.int64)
+
+    def mean(self) -> float:
+        return float(self.tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Uniform:
+    """Every length from `least` to `most` is as likely."""
+
+    least: int
+    most: int
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.least <= self.most, f"needs 1 <= least <= most, got {self}")
+
+    @property
+    def longest(self) -> int:
+        return self.most
+
+    def sample(self, rng: np.random.Generator, n: int) -> Ints:
+        return rng.integers(self.least, self.most, n, endpoint=True)
+
+    def mean(self) -> float:
+        return (self.least + self.most) / 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bimodal:
+    """`short`, or with chance `share_long` `long`."""
+
+    short: int
+    long: int
+    share_long: float
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.short <= self.long, f"needs 1 <= short <= long, got {self}")
+        _require(0 <= self.share_long <= 1, f"share_long must be in [0, 1], got {self.share_long}")
+
+    @property
+    def longest(self) -> int:
+        return self.long
+
+    def sample(self, rng: np.random.Generator, n: int) -> Ints:
+        return np.where(rng.random(n) < self.share_long, self.long, self.short)
+
+    def mean(self) -> float:
+        return self.short + self.share_long * (self.long - self.short)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lognormal:
+    """exp of a normal variable of mean `mu` and deviation `sigma`, cut off at `most`."""
+
+    mu: float
+    sigma: float
+    most: int
+
+    def __post_init__(self) -> None:
+        _require(self.sigma > 0, f"sigma must be above 0, got {self.sigma}")
+        _require(self.most >= 1, f"most must be at least 1, got {self.most}")
+
+    @property
+    def longest(self) -> int:
+        return self.most
+
+    def sample(self, rng: np.random.Generator, n: int) -> Ints:
+        return _whole(rng.lognormal(self.mu, self.sigma, n), self.most)
+
+    def mean(self) -> float:
+        """E[min(X, c)] = exp(mu + s^2/2) P(Z < z - s) + c P(Z > z), z = (log c - mu)/s."""
+        z = (math.log(self.most) - self.mu) / self.sigma
+        below = math.exp(self.mu + self.sigma**2 / 2) * _normal_cdf(z - self.sigma)
+        return below + self.most * (1 - _normal_cdf(z))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PowerLaw:
+    """Pareto: P(X > x) = (least/x)^alpha, cut off at `most`."""
+
+    least: int
+    alpha: float
+    most: int
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.least <= self.most, f"needs 1 <= least <= most, got {self}")
+        _require(self.alpha > 0, f"alpha must be above 0, got {self.alpha}")
+
+    @property
+    def longest(self) -> int:
+        return self.most
+
+    def sample(self, rng: np.random.Generator, n: int) -> Ints:
+        return _whole(self.least * (1 + rng.pareto(self.alpha, n)), self.most)
+
+    def mean(self) -> float:
+        """least + the integral of P(X > x) from least to most."""
+        ratio, power = self.most / self.least, 1 - self.alpha
+        tail = math.log(ratio) if power == 0 else (ratio**power - 1) / power
+        return self.least * (1 + tail)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """Each length as often as in `tokens`, drawn with replacement."""
+
+    tokens: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _require(len(self.tokens) > 0, "a trace needs at least one length")
+        _require(min(self.tokens) >= 1, f"a length must be at least 1, got {min(self.tokens)}")
+
+    @property
+    def longest(self) -> int:
+        return max(self.tokens)
+
+    def sample(self, rng: np.random.Generator, n: int) -> Ints:
+        return rng.choice(np.asarray(self.tokens, dtype=np.int64), n)
+
+    def mean(self) -> float:
+        return sum(self.tokens) / len(self.tokens)
+
+
+KINDS: Final[Mapping[str, type]] = {
+    "fixed": Fixed,
+    "uniform": Uniform,
+    "bimodal": Bimodal,
+    "lognormal": Lognormal,
+    "power-law": PowerLaw,
+    "trace": Trace,
+}
+
+
+def _whole(lengths: NDArray[np.float64], most: int) -> Ints:
+    whole: Ints = np.clip(np.rint(np.minimum(lengths, most)), 1, most).astype(np.int64)
+    return whole
+
+
+def _normal_cdf(z: float) -> float:
+    return (1 + math.erf(z / math.sqrt(2))) / 2
+
+
+def _require(holds: bool, rule: str) -> None:
+    if not holds:
+        raise ValueError(rule)
