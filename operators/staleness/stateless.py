@@ -7,10 +7,11 @@ from operators.staleness.types import Choice, Event, Ledger, Unit
 
 
 class Stateless:
-    """Its state is None. What a subclass leaves out: it cancels nothing and trains what is ready in
-    the order of arrival."""
+    """Its state is None. What a subclass leaves out: it is not strict, cancels nothing and trains
+    what is ready in the order of arrival."""
 
     unit: Unit = "group"
+    bound: int | None = None
     auditable = False
 
     def start(self) -> None:
@@ -25,3 +26,11 @@ class Stateless:
     def choose(self, state: None, ledger: Ledger) -> Choice:
         ready = ledger.arrivals[: ledger.free_slots]
         return Choice(commit=tuple(group.group_id for group in ready))
+
+    def too_old(self, ledger: Ledger) -> tuple[str, ...]:
+        """Ready groups beyond the bound, for a strict policy to drop. Where its own rule keeps the
+        bound, only a rollback, a lowered bound, a smaller batch or an engine that broke its promise
+        leaves any."""
+        if self.bound is None:
+            return ()
+        return tuple(g.group_id for g in ledger.ready if ledger.age(g) > self.bound)
