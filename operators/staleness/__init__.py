@@ -10,11 +10,11 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from operators.staleness import n_step_off
+from operators.staleness import areal, n_step_off, openrlhf, skyrl, trl, verl
 from operators.staleness.preset import REQUIRED, Preset, RunShape
 from operators.staleness.types import StalenessPolicy
 
-FAMILIES = (n_step_off,)
+FAMILIES = (areal, n_step_off, openrlhf, skyrl, trl, verl)
 
 PRESETS: Mapping[str, Preset] = {
     name: preset for family in FAMILIES for name, preset in family.PRESETS.items()

@@ -27,10 +27,16 @@ class Stateless:
         ready = ledger.arrivals[: ledger.free_slots]
         return Choice(commit=tuple(group.group_id for group in ready))
 
-    def too_old(self, ledger: Ledger) -> tuple[str, ...]:
-        """Ready groups beyond the bound, for a strict policy to drop. Where its own rule keeps the
-        bound, only a rollback, a lowered bound, a smaller batch or an engine that broke its promise
-        leaves any."""
-        if self.bound is None:
+    def too_old(self, ledger: Ledger, *, since_grant: bool = False) -> tuple[str, ...]:
+        """Ready groups beyond the bound, for a strict policy to drop; with `since_grant` also those
+        that are beyond it only when their age is counted from the grant. Where a policy's own rule
+        keeps the bound, only a rollback, a lowered bound, a smaller batch or an engine that broke
+        its promise leaves any."""
+        bound = self.bound
+        if bound is None:
             return ()
-        return tuple(g.group_id for g in ledger.ready if ledger.age(g) > self.bound)
+        return tuple(
+            g.group_id
+            for g in ledger.ready
+            if ledger.age(g) > bound or (since_grant and ledger.age_since_grant(g) > bound)
+        )
