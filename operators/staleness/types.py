@@ -147,9 +147,13 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
+    """What all engines together reported at one poll. `kv_use` is the fullest one's, `num_preempted`
+    counts since the poll before."""
+
     num_running: int
     num_queued: int
     kv_use: float
+    num_preempted: int = 0
     tags: dict[str, str] = field(default_factory=dict)
 
 
