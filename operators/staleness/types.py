@@ -147,8 +147,8 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What all engines together reported at one poll. `kv_use` is the fullest one's, `num_preempted`
-    counts since the poll before."""
+    """What all engines together reported at one poll. `kv_use` is that of the fullest one;
+    `num_preempted` counts since the poll before."""
 
     num_running: int
     num_queued: int
