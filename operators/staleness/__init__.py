@@ -10,11 +10,22 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from operators.staleness import areal, n_step_off, openrlhf, skyrl, trl, verl
+from operators.staleness import (
+    areal,
+    dressage,
+    n_step_off,
+    openrlhf,
+    prime_rl,
+    roll,
+    skyrl,
+    slime,
+    trl,
+    verl,
+)
 from operators.staleness.preset import REQUIRED, Preset, RunShape
 from operators.staleness.types import StalenessPolicy
 
-FAMILIES = (areal, n_step_off, openrlhf, skyrl, trl, verl)
+FAMILIES = (areal, dressage, n_step_off, openrlhf, prime_rl, roll, skyrl, slime, trl, verl)
 
 PRESETS: Mapping[str, Preset] = {
     name: preset for family in FAMILIES for name, preset in family.PRESETS.items()
