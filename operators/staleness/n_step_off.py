@@ -74,16 +74,18 @@ class NStepOff:
             case _:
                 return state
 
-    def credits(self, state: Slots, ledger: Ledger) -> int:
-        """Places in the open step and in the steps up to published + n that no open group has. A
-        place given back early in the order is granted again even while later slots, beyond those
-        steps, are taken: the open step would wait for it for ever."""
+    def places(self, state: Slots, ledger: Ledger) -> int:
+        """In the open step and in the steps up to published + n; the lowest slots have them."""
         if state.published is None:
             return 0
         steps_ahead = self.n - lag(ledger.version, state.published, ledger.lineage)
-        if steps_ahead < 0:
-            return 0
-        places = ledger.free_slots + steps_ahead * ledger.batch_size
+        return 0 if steps_ahead < 0 else ledger.free_slots + steps_ahead * ledger.batch_size
+
+    def credits(self, state: Slots, ledger: Ledger) -> int:
+        """Places that no open group has. One given back early in the order is granted again even
+        while later slots, beyond those places, are taken: the open step would wait for it for
+        ever."""
+        places = self.places(state, ledger)
         known = sorted([*state.taken.values(), *state.free])
         given_back = bisect.bisect_right(state.free, known[:places][-1]) if known and places else 0
         return given_back + max(0, places - len(known))
