@@ -12,6 +12,7 @@ from typing import Any
 
 from operators.staleness import (
     areal,
+    deadline,
     dressage,
     n_step_off,
     openrlhf,
@@ -25,7 +26,19 @@ from operators.staleness import (
 from operators.staleness.preset import REQUIRED, Preset, RunShape
 from operators.staleness.types import StalenessPolicy
 
-FAMILIES = (areal, dressage, n_step_off, openrlhf, prime_rl, roll, skyrl, slime, trl, verl)
+FAMILIES = (
+    areal,
+    deadline,
+    dressage,
+    n_step_off,
+    openrlhf,
+    prime_rl,
+    roll,
+    skyrl,
+    slime,
+    trl,
+    verl,
+)
 
 PRESETS: Mapping[str, Preset] = {
     name: preset for family in FAMILIES for name, preset in family.PRESETS.items()
