@@ -29,8 +29,10 @@ from deploy.commands import (
     read_log,
     roles,
     run,
+    simulate,
 )
 
+_GROUPS = (run, inspect, read_log, lineage, export, other, simulate, prompts, init, roles, model)
 _DESCRIPTION = "Train LLM agents online, as a streaming job on a Kafka log."
 _EPILOG = """examples:
   headwater run examples/quickstart.toml
@@ -48,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for group in (run, inspect, read_log, lineage, export, other, prompts, init, roles, model):
+    for group in _GROUPS:
         group.add(commands)
     return top
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -73,7 +72,7 @@ def from_config(config: Config) -> Source:
     return Source(workload=workload, configured=configured(config), notes=notes)
 
 
-def from_run(config: Config, folder: Path, cluster: Cluster) -> Source:
+def from_run(config: Config, folder: str, cluster: Cluster) -> Source:
     """Of the run whose log `cluster` serves. ConfigError when it is too short to be measured."""
     from deploy.simulate.observed import Rollouts, Steps
 
@@ -159,7 +158,8 @@ def _measurements(
         f"trained tokens, from {training.how}",
         f"measured: rewards {_time(w.reward_s)} and publishing {_time(w.publish_s)} in the median, "
         f"{w.failure_rate:.1%} of the groups failed",
-        "assumed: engines have room for the context of all slots; checkpoints cost nothing",
+        "assumed: lengths of a group are independent, engines have room for the context of all "
+        "slots, checkpoints cost nothing",
     ]
     if rollouts.closed["time_cap"]:
         notes.append(
