@@ -15,7 +15,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from deploy.simulate.clock import Action, Clock
-from deploy.simulate.engines import Engines, Sequence
+from deploy.simulate.engines import Sequence
+from deploy.simulate.fleet import Fleet
 from deploy.simulate.workload import Workload
 
 DRAWN_AT_ONCE: Final = 256
@@ -97,13 +98,13 @@ class Rollout:
     num_left: int
     oldest: int = UNBORN
     tokens: Counter[int] = field(default_factory=Counter)
-    sequences: list[Sequence] = field(default_factory=list)
+    trajectories: list[Trajectory] = field(default_factory=list)
     over: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class Trajectory:
-    """What a sequence belongs to. `pause_s`: after the request at hand; `rest`: those after it."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Trajectory(Sequence):
+    """`pause_s`: after the request at hand; `rest`: those after it."""
 
     rollout: Rollout
     pause_s: float
@@ -122,7 +123,7 @@ class Rollouts:
         scored: Callable[[Rollout], None],
         capped: Callable[[Rollout], None],
     ) -> None:
-        self.engines = Engines(workload, self._request_ended)
+        self.fleet = Fleet(workload, clock, self._request_ended)
         self._workload = workload
         self._clock = clock
         self._scored = scored
@@ -133,10 +134,16 @@ class Rollouts:
         for requests in prompt.trajectories:
             rest = iter(requests)
             first = next(rest)
-            owner = Trajectory(rollout, first.pause_s, rest)
-            sequence = Sequence(owner, self._workload.prompt_tokens, first.tokens, prompt.slow)
-            rollout.sequences.append(sequence)
-            self.engines.submit(sequence, self._clock.now)
+            trajectory = Trajectory(
+                context=self._workload.prompt_tokens,
+                left=first.tokens,
+                slow=prompt.slow,
+                rollout=rollout,
+                pause_s=first.pause_s,
+                rest=rest,
+            )
+            rollout.trajectories.append(trajectory)
+            self.fleet.submit(trajectory)
         cap_s = self._workload.time_cap_s
         if cap_s is not None:
             self._clock.later(cap_s, lambda: self._cap(rollout))
@@ -146,24 +153,27 @@ class Rollouts:
         """Gives it up, generated or not; the number of tokens it had."""
         rollout.over = True
         if rollout.num_left:
-            for sequence in rollout.sequences:
-                self.engines.withdraw(sequence, self._clock.now)
-                _count(sequence, rollout)
+            for trajectory in rollout.trajectories:
+                self.fleet.withdraw(trajectory)
+                _count(trajectory)
         return rollout.tokens.total()
 
-    def _request_ended(self, sequence: Sequence) -> None:
-        trajectory: Trajectory = sequence.owner
+    def _request_ended(self, trajectory: Sequence) -> bool:
+        """False if the group is not through and nothing is due of this trajectory."""
+        assert isinstance(trajectory, Trajectory)
+        _count(trajectory)
         rollout = trajectory.rollout
-        _count(sequence, rollout)
         request = next(trajectory.rest, None)
-        if request is None:
-            rollout.num_left -= 1
-            if not rollout.num_left:
-                self._after(rollout, self._workload.reward_s, lambda: self._scored(rollout))
-            return
-        pause_s, trajectory.pause_s = trajectory.pause_s, request.pause_s
-        sequence.left = request.tokens
-        self._after(rollout, pause_s, lambda: self.engines.submit(sequence, self._clock.now))
+        if request is not None:
+            pause_s, trajectory.pause_s = trajectory.pause_s, request.pause_s
+            trajectory.left = request.tokens
+            self._after(rollout, pause_s, lambda: self.fleet.submit(trajectory))
+            return True
+        rollout.num_left -= 1
+        if rollout.num_left:
+            return False
+        self._after(rollout, self._workload.reward_s, lambda: self._scored(rollout))
+        return True
 
     def _after(self, rollout: Rollout, seconds: float, action: Action) -> None:
         """Unless the group is over by then."""
@@ -174,11 +184,12 @@ class Rollouts:
             self._capped(rollout)
 
 
-def _count(sequence: Sequence, rollout: Rollout) -> None:
+def _count(trajectory: Trajectory) -> None:
     """What its request decoded is the group's."""
-    for version, num_tokens in sequence.runs:
+    rollout = trajectory.rollout
+    for version, num_tokens in trajectory.runs:
         rollout.tokens[version] += num_tokens
-    if sequence.first is not None and sequence.first < rollout.oldest:
-        rollout.oldest = sequence.first
-    sequence.runs.clear()
-    sequence.first = None
+    if trajectory.first is not None and trajectory.first < rollout.oldest:
+        rollout.oldest = trajectory.first
+    trajectory.runs.clear()
+    trajectory.first = None

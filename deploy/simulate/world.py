@@ -49,7 +49,7 @@ class World:
         self._groups: dict[str, Rollout] = {}  # granted, neither trained nor closed
         self._feed = Feed(policy, workload, start=self._start, give_up=self._give_up)
         self._rollouts = Rollouts(workload, self._clock, scored=self._scored, capped=self._time_cap)
-        self._engines = self._rollouts.engines
+        self._fleet = self._rollouts.fleet
         self._trainer = Trainer(
             workload, self._clock, take=self._feed.take, train=self._train, hold=self._hold
         )
@@ -72,34 +72,31 @@ class World:
 
     def _advance(self) -> bool:
         """To what happens next; False when nothing does."""
-        ends_at, due_at = self._engines.next_at(), self._clock.next_at()
-        next_at = min(ends_at, due_at)
-        if self._next_poll <= next_at:
-            heeded = self._poll()
-            if next_at < NEVER:
-                return True
-            self._num_idle_polls += 1
-            return heeded and self._num_idle_polls < NUM_IDLE_POLLS
-        self._num_idle_polls = 0
-        if due_at <= ends_at:
+        due_at = self._clock.next_at()
+        if self._fleet.run(until=min(due_at, self._next_poll)):
+            self._num_idle_polls = 0
+        elif due_at < self._next_poll:
+            self._num_idle_polls = 0
             self._clock.happen()
         else:
-            self._clock.now = ends_at
-            self._engines.happen(ends_at)
+            heeded = self._poll()
+            idle = due_at == NEVER and self._fleet.num_running == 0
+            self._num_idle_polls = self._num_idle_polls + 1 if idle else 0
+            return not idle or (heeded and self._num_idle_polls < NUM_IDLE_POLLS)
         return True
 
     def _poll(self) -> bool:
         """Whether the policy heeds the engines' load."""
         now = self._clock.now = self._next_poll
         self._next_poll += POLL_S
-        num_running = self._engines.num_running
+        num_running = self._fleet.num_running
         self._slot_use.append((now, num_running / self._workload.num_slots))
         return self._feed.load(
             EngineLoad(
                 num_running,
-                self._engines.num_queued,
-                self._engines.kv_use(now),
-                self._engines.take_num_preempted(),
+                self._fleet.num_queued,
+                self._fleet.kv_use(),
+                self._fleet.take_num_preempted(),
             )
         )
 
@@ -135,7 +132,7 @@ class World:
         )
 
     def _hold(self, version: int) -> None:
-        self._tally.cancelled += self._engines.hold(version, self._clock.now)
+        self._tally.cancelled += self._fleet.hold(version)
         self._feed.announce(version)
 
     # ------------------------------------------------------------------------------- outcome
@@ -155,7 +152,7 @@ class World:
             steps_per_hour=3600 * len(steps) / seconds,
             trained_tokens_per_s=tally.trained / seconds,
             trainer_wait_share=self._trainer.waited_s() / seconds,
-            slot_use=self._engines.busy_s(now) / seconds / workload.num_slots,
+            slot_use=self._fleet.busy_s() / seconds / workload.num_slots,
             staleness=tally.staleness(),
             dropped_tokens=tally.dropped,
             masked_tokens=tally.masked,
