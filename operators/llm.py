@@ -56,7 +56,8 @@ class TimeCap(RuntimeError):
 class Session:
     """What all requests of one trajectory share.
 
-    name      group_id/k, with the attempt when an agent is tried again: request ids begin with it
+    name      group_id/k, with the attempt when an agent is tried again and the version that it may
+              start from: request ids begin with it
     group_id  what all trajectories of a prompt share: their requests gain from one engine's cache
     seed      of the trajectory; each request derives its own
     attach    ask the engine first for a result it may still hold (work resubmitted after a crash)

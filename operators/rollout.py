@@ -1,18 +1,20 @@
 """The rollout operator: a prompt record in, its terminal out (`Group` or `Closed`).
 
     record ─▶ parse ─▶ n agents side by side, each with an `llm` of its own ─▶ rows ─▶ Group
+                │         ▲ └─ order: requeue ─┘ └─ order: close ─▶ Closed
                 └─ malformed, unknown task, too long: dead letter + Closed
 
 One coroutine a record, exactly one terminal a call. What is the data's or the user's fault closes
 the group with a reason; an engine outage waits inside the engine client; anything else is a
-broken invariant and raises."""
+broken invariant and raises. An order cancels the group's requests: the group closes, or starts
+again under a newer version."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -21,7 +23,17 @@ import msgspec
 import numpy as np
 
 from connectors.engines.types import Engine, EngineError, Sampling
-from connectors.records import Closed, Group, Origin, Prompt, Trajectory, Version, decode_as
+from connectors.records import (
+    REASONS,
+    Cancel,
+    Closed,
+    Group,
+    Origin,
+    Prompt,
+    Trajectory,
+    Version,
+    decode_as,
+)
 from operators.agents import BUILT_IN, Agent, ContextFull, Outcome, Tools
 from operators.branches import BRANCH, OWN_METADATA, TRANSCRIPT
 from operators.llm import EngineLLM, Session, Text, TimeCap, derive_seed
@@ -29,6 +41,9 @@ from operators.user_code import TookTooLong, UserCode, clean, said
 
 AGENT_RETRIES: Final = 2
 RETRY_PAUSE_S: Final = 0.1  # doubled each time
+
+Order = tuple[Cancel, Version | None]
+"""What was announced of a group, and the version that was announced with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +132,11 @@ class Rollout:
         origin: Origin,
         min_version: Version | None,
         resubmitted: bool = False,
+        orders: Callable[[], Awaitable[Order]] | None = None,
     ) -> Rolled:
         """The terminal of the prompt at `origin`. `value` None: the broker holds no record there.
-        `resubmitted` work asks the engine for what an earlier process had begun."""
+        `resubmitted` work asks the engine for what an earlier process had begun. `orders`: the next
+        one that is given, waited for; one that comes after the terminal changes nothing."""
         group_id = str(origin)
         if value is None:
             message = "the log holds no record at this offset"
@@ -130,24 +147,51 @@ class Rollout:
             closed = Closed.now(group_id, bad.reason, str(bad), bad.task)
             return Rolled(closed, DeadLetter(bad.code, str(bad)))
         cap = self._settings.time_cap_s
-        job = _Job(
-            group_id, origin, prompt, ids, self._tasks[prompt.task], min_version, resubmitted,
-            None if cap is None else time.monotonic() + cap, time.time(),
-        )  # fmt: skip
+        while True:
+            job = _Job(
+                group_id, origin, prompt, ids, self._tasks[prompt.task], min_version, resubmitted,
+                None if cap is None else time.monotonic() + cap, time.time(),
+            )  # fmt: skip
+            ended = await self._until_ordered(job, orders)
+            if isinstance(ended, Group):
+                return Rolled(ended)
+            # Not when this coroutine is itself cancelled: the next process attaches to its
+            # requests.
+            await asyncio.gather(*(llm.cancel() for llm in job.llms))
+            if isinstance(ended, Closed):
+                return Rolled(ended)
+            cancel, version = ended
+            if cancel.then == "close":
+                return Rolled(_cancelled(job, cancel))
+            min_version, resubmitted = version, False
+
+    async def _until_ordered(
+        self, job: _Job, orders: Callable[[], Awaitable[Order]] | None
+    ) -> Group | Closed | Order:
+        """The terminal, or the order that came before it."""
+        if orders is None:
+            return await self._terminal(job)
+        work = asyncio.ensure_future(self._terminal(job))
+        order = asyncio.ensure_future(orders())
+        try:
+            await asyncio.wait({work, order}, return_when=asyncio.FIRST_COMPLETED)
+            return work.result() if work.done() else order.result()
+        finally:
+            work.cancel()
+            order.cancel()
+            await asyncio.gather(work, order, return_exceptions=True)
+
+    async def _terminal(self, job: _Job) -> Group | Closed:
+        cap = self._settings.time_cap_s
         try:
             async with asyncio.timeout(cap):
                 rows = await self._together(job)
         except _Close as end:
-            closed = Closed.now(group_id, end.reason, str(end), prompt.task)
+            return Closed.now(job.group_id, end.reason, str(end), job.prompt.task)
         except TimeoutError:
             message = f"the rollout took longer than {cap:g} s"
-            closed = Closed.now(group_id, "time_cap", message, prompt.task)
-        else:
-            return Rolled(Group(group_id=group_id, prompt=prompt, trajectories=tuple(rows)))
-        # Not when this coroutine is itself cancelled: the next process attaches to its requests.
-        for llm in job.llms:
-            await llm.cancel()
-        return Rolled(closed)
+            return Closed.now(job.group_id, "time_cap", message, job.prompt.task)
+        return Group(group_id=job.group_id, prompt=job.prompt, trajectories=tuple(rows))
 
     def parse(self, value: bytes) -> tuple[Prompt, tuple[int, ...]]:
         """The prompt and its ids; BadRecord with the dead letter's code and the group's
@@ -226,8 +270,9 @@ class Rollout:
 
     def _session(self, job: _Job, k: int, attempt: int) -> Session:
         again = f".{attempt}" if attempt else ""
+        since = f"@{job.min_version}" if job.min_version is not None else ""
         return Session(
-            name=f"{job.group_id}/{k}{again}",
+            name=f"{job.group_id}/{k}{again}{since}",
             group_id=job.group_id,
             seed=derive_seed(self._settings.seed, job.group_id, k, attempt),
             sampling=self._sampling,
@@ -236,6 +281,12 @@ class Rollout:
             attach=job.attach,
             deadline=job.deadline,
         )
+
+
+def _cancelled(job: _Job, cancel: Cancel) -> Closed:
+    reason = cancel.reason if cancel.reason in REASONS else "cancelled"
+    message = f"the trainer cancelled it: {cancel.reason}"
+    return Closed.now(job.group_id, reason, message, job.prompt.task)
 
 
 def check_agent(agent: Callable[..., object]) -> None:

@@ -49,7 +49,8 @@ def roll(rollout: Rollout, cluster: Cluster) -> Work:
 
     async def work(item: Item) -> list[Routed]:
         value = item.record.value if item.record is not None else None
-        rolled = await rollout(value, item.origin, item.min_version, item.resubmitted)
+        orders = item.orders.take if item.orders is not None else None
+        rolled = await rollout(value, item.origin, item.min_version, item.resubmitted, orders)
         routed = [Routed("rollouts", outgoing(cluster, note(rolled.terminal)))]
         if (letter := rolled.dead_letter) is not None:
             written = dead_letter(

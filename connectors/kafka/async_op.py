@@ -1,11 +1,15 @@
 """Long work beside a bytewax worker: one coroutine an item, on an asyncio loop in a thread.
 
     source ─(key = partition)─▶ on_batch: submit ──▶ loop thread: work(item) ──▶ completions
+                                     │ cancel                   ▲
+                                     └──▶ item.orders ──────────┘
                                 on_notify: drain ◀───────── every poll_s while work is pending
                                 snapshot: offsets in flight, never payloads
 
 Nothing here limits what is in flight: the source's grants do. A restarted worker reads the items in
-flight again by their offsets and submits them anew.
+flight again by their offsets and submits them anew. A cancel reaches the work of its item as an
+order; of one that has ended it changes nothing, nor the second time. What it demands is in the
+snapshot until the item ends.
 """
 
 from __future__ import annotations
@@ -22,12 +26,14 @@ from typing import Any, Generic, TypeVar
 
 from bytewax.operators import StatefulBatchLogic
 
+from connectors.kafka.orders import Orders
 from connectors.kafka.source import STOP, Item, StopFlag
-from connectors.records import Origin, Version
+from connectors.records import Cancel, Origin, Version
 
 X = TypeVar("X")
-InFlight = tuple[int, int, tuple[int, int] | None]
-"""Partition, offset, min_version (incarnation, number)."""
+InFlight = tuple[int, int, tuple[int, int] | None] | tuple[int, int, tuple[int, int] | None, str]
+"""Partition, offset, min_version (incarnation, number), and of an item that is to be closed the
+reason."""
 
 _loop: asyncio.AbstractEventLoop | None = None
 _loop_lock = threading.Lock()
@@ -83,10 +89,13 @@ class AsyncWork(Generic[X]):
 
     def __call__(self, resume_state: tuple[InFlight, ...] | None) -> AsyncLogic[X]:
         logic = AsyncLogic(self._work, self._poll_s, self._stop)
-        for partition, offset, version in resume_state or ():
+        for partition, offset, version, *close in resume_state or ():
             item = self._refetch(partition, offset)
             min_version = Version(*version) if version is not None else None
             logic.submit(replace(item, min_version=min_version, resubmitted=True))
+            for reason in close:
+                cancel = Cancel(str(item.origin), "close", reason)
+                logic.obey(replace(item, record=None, cancel=cancel))
         return logic
 
 
@@ -100,13 +109,31 @@ class AsyncLogic(StatefulBatchLogic, Generic[X]):  # type: ignore[misc]
         self._some_done = threading.Event()
 
     def submit(self, item: Item) -> None:
+        item = replace(item, orders=Orders(work_loop()))
         self._in_flight[item.origin] = item
         future = asyncio.run_coroutine_threadsafe(self._run(item), work_loop())
         future.add_done_callback(lambda finished: self._finished(item, finished))
 
+    def obey(self, order: Item) -> None:
+        """What `order.cancel` demands of an item in flight: to be closed, or to start again under
+        the newer `order.min_version`. It changes nothing that has ended or was demanded before."""
+        item, cancel = self._in_flight.get(order.origin), order.cancel
+        if item is None or item.orders is None or cancel is None or item.cancel is not None:
+            return
+        if cancel.then == "close":
+            self._in_flight[item.origin] = replace(item, cancel=cancel)
+        elif _is_newer(order.min_version, item.min_version):
+            self._in_flight[item.origin] = replace(item, min_version=order.min_version)
+        else:
+            return
+        item.orders.give(cancel, order.min_version)
+
     def on_batch(self, values: list[Item]) -> tuple[list[X], bool]:
         for item in values:
-            self.submit(item)
+            if item.cancel is None:
+                self.submit(item)
+            else:
+                self.obey(item)
         return self._drain(), StatefulBatchLogic.RETAIN
 
     def on_notify(self) -> tuple[list[X], bool]:
@@ -127,10 +154,7 @@ class AsyncLogic(StatefulBatchLogic, Generic[X]):  # type: ignore[misc]
         return now + timedelta(seconds=self._poll_s) if self._in_flight else None
 
     def snapshot(self) -> tuple[InFlight, ...]:
-        return tuple(
-            (item.origin.partition, item.origin.offset, _pair(item.min_version))
-            for item in self._in_flight.values()
-        )
+        return tuple(map(_in_flight, self._in_flight.values()))
 
     async def _run(self, item: Item) -> Sequence[X]:
         return await self._work(item)
@@ -149,5 +173,12 @@ class AsyncLogic(StatefulBatchLogic, Generic[X]):  # type: ignore[misc]
         return outputs
 
 
-def _pair(version: Version | None) -> tuple[int, int] | None:
-    return None if version is None else (version.incarnation, version.number)
+def _in_flight(item: Item) -> InFlight:
+    version = item.min_version
+    pair = None if version is None else (version.incarnation, version.number)
+    place = (item.origin.partition, item.origin.offset, pair)
+    return place if item.cancel is None else (*place, item.cancel.reason)
+
+
+def _is_newer(version: Version | None, than: Version | None) -> bool:
+    return version is not None and (than is None or version > than)

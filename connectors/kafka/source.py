@@ -1,9 +1,11 @@
 """bytewax sources over a topic: `(str(partition), Item)`, one source part a partition.
 
 A granted source obeys the trainer: it reads `policy` itself and emits no offset at or above its
-partition's limit. Which offsets are still being worked on is not its business (the async operator's
-snapshot has them); its own snapshot is offsets only. An offset the broker skipped comes out as an
-item without a record, so that every granted offset reaches its terminal.
+partition's limit. An announced cancel comes out as an item, after that of the prompt it is of.
+Which offsets are still being worked on is not its business (the async operator's snapshot has
+them); its own snapshot is offsets only, and a cancel may come out again after a restart. An offset
+the broker skipped comes out as an item without a record, so that every granted offset reaches its
+terminal.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from typing import Final
 from bytewax.inputs import FixedPartitionedSource, StatefulSourcePartition
 
 from connectors.kafka.client import Cluster, NoRecord, OffsetGone, Reader, Record
+from connectors.kafka.orders import Orders
 from connectors.kafka.tail import PolicyTail
 from connectors.kafka.topics import num_partitions
-from connectors.records import Origin, Version
+from connectors.records import Announcement, Cancel, Origin, Version, parse_group_id
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +44,15 @@ STOP: Final = StopFlag()
 class Item:
     """`record` None: the broker holds none at this offset. `min_version`: of the first announcement
     that granted the offset; None where nothing is granted. `resubmitted`: a dead worker had it in
-    flight."""
+    flight. `cancel`: no prompt, but what was announced of one that came before, in the announcement
+    of `min_version`. `orders`: of an item in work, what is announced of it meanwhile."""
 
     origin: Origin
     record: Record | None
     min_version: Version | None = None
     resubmitted: bool = False
+    cancel: Cancel | None = None
+    orders: Orders | None = None
 
 
 SourceState = tuple[int, int, int, int]
@@ -100,7 +106,9 @@ class LogSource(FixedPartitionedSource):  # type: ignore[misc]
                 f"{end}: retention or a new log removed what was not processed"
             )
         reader.seek(partition, max(position, start))
-        grants = _Grants(self._cluster, partition, resume_state) if self._granted else None
+        grants = None
+        if self._granted:
+            grants = _Grants(self._cluster, topic, partition, resume_state)
         until = None if self._end is None else self._end[partition]
         return SourcePart(reader, topic, partition, position, grants, self._stop, until)
 
@@ -150,6 +158,9 @@ class SourcePart(StatefulSourcePartition):  # type: ignore[misc]
         if self._stop.is_set() or self._position == self._until:
             raise StopIteration
         items = [(str(self._partition), item) for item in self._emit()]
+        if self._grants is not None:
+            key = str(self._partition)
+            items += [(key, item) for item in self._grants.cancelled(self._position)]
         shortest_s, longest_s = IDLE_S
         self._idle_s = 0.0 if items else min(max(2 * self._idle_s, shortest_s), longest_s)
         return items
@@ -198,14 +209,16 @@ class SourcePart(StatefulSourcePartition):  # type: ignore[misc]
 
 
 class _Grants:
-    """The limits announced for one partition, as far as offsets below them are to be emitted."""
+    """The limits announced for one partition, as far as offsets below them are to be emitted, and
+    the cancels."""
 
-    def __init__(self, cluster: Cluster, partition: int, state: SourceState) -> None:
+    def __init__(self, cluster: Cluster, topic: str, partition: int, state: SourceState) -> None:
         self._position, policy_offset, epoch, self._limit = state
-        self._partition = partition
+        self._topic, self._partition = topic, partition
         self._tail = PolicyTail(cluster, offset=policy_offset, epoch=epoch)
         # (limit, version, offset in `policy`, epoch, limit before), ascending
         self._open: deque[tuple[int, Version, int, int, int]] = deque()
+        self._cancels: list[Item] = []
 
     def limit(self) -> int:
         """Absolute offset below which prompts are granted now. It never falls: a grant is kept."""
@@ -215,7 +228,26 @@ class _Grants:
                 grant = (limit, announcement.version, offset, announcement.epoch, self._limit)
                 self._open.append(grant)
                 self._limit = limit
+            self._cancels += self._cancels_of(announcement)
         return self._limit
+
+    def cancelled(self, position: int) -> list[Item]:
+        """The cancels of prompts below `position`, each once. The others wait: the grants of their
+        prompts are open still, so a restarted source reads them again."""
+        found = [item for item in self._cancels if item.origin.offset < position]
+        self._cancels = [item for item in self._cancels if item.origin.offset >= position]
+        return found
+
+    def _cancels_of(self, announcement: Announcement) -> Iterator[Item]:
+        """Of this partition. Groups whose refund it counts need no more work either: the trainer
+        has given up those that have not ended."""
+        given_up = [Cancel(g, "close", "cancelled") for g in announcement.closed]
+        for cancel in (*announcement.cancels, *given_up):
+            origin = parse_group_id(cancel.group_id)
+            if (origin.topic, origin.partition) == (self._topic, self._partition):
+                yield Item(
+                    origin=origin, record=None, min_version=announcement.version, cancel=cancel
+                )
 
     def version_of(self, offset: int) -> Version:
         """Offsets are asked for in ascending order, each below `limit()`."""

@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from datetime import UTC, datetime
+from typing import Literal
 
 import bytewax.operators as op
 import pytest
@@ -15,7 +16,7 @@ from bytewax.testing import TestingSink, TestingSource, run_main
 
 from connectors.kafka.async_op import AsyncLogic, AsyncWork
 from connectors.kafka.source import Item, StopFlag
-from connectors.records import Origin, Version
+from connectors.records import Cancel, Origin, Version
 
 
 def item(offset: int, version: Version | None = None) -> Item:
@@ -98,6 +99,60 @@ def test_the_snapshot_holds_offsets_in_flight_and_a_restart_submits_them_again()
     assert not any(i.resubmitted for i in gate.started)
     for offset in (4, 5):
         gate.let(offset)
+
+
+def order(offset: int, then: Literal["requeue", "close"], version: int | None = None) -> Item:
+    return Item(
+        origin=Origin("prompts", 1, offset),
+        record=None,
+        min_version=None if version is None else Version(0, version),
+        cancel=Cancel(f"prompts/1/{offset}", then, "stale"),
+    )
+
+
+class Obeying:
+    """Work that ends at the second order it is given; it gives out what they were."""
+
+    async def __call__(self, given: Item) -> list[str]:
+        assert given.orders is not None
+        orders = [await given.orders.take() for _ in range(2)]
+        return [f"{cancel.then} {version}" for cancel, version in orders]
+
+
+def test_a_cancel_reaches_the_work_of_its_item_once_and_no_other() -> None:
+    logic = AsyncWork(Obeying(), refused, stop=StopFlag())(None)
+    logic.on_batch([item(0, Version(0, 1)), item(1, Version(0, 1))])
+    logic.on_batch([order(7, "close", 5)])  # it has ended, or never began
+    logic.on_batch([order(0, "requeue", 1)])  # it starts no earlier anyway
+    logic.on_batch([order(0, "requeue", 3), order(0, "requeue", 3)])
+    assert logic.snapshot() == ((1, 0, (0, 3)), (1, 1, (0, 1)))
+    later = [order(0, "close", 4), order(0, "close", 5), order(0, "requeue", 6)]
+    found, _ = logic.on_batch(later)
+    assert (found or drained(logic, 1)) == ["requeue 0.3", "close 0.4"]
+    assert logic.snapshot() == ((1, 1, (0, 1)),)
+
+
+def test_a_restarted_worker_remembers_what_was_demanded_until_it_is_done() -> None:
+    logic = AsyncWork(Obeying(), refused, stop=StopFlag())(None)
+    logic.on_batch([item(0, Version(0, 1)), item(1, Version(0, 1))])
+    logic.on_batch([order(0, "requeue", 3), order(1, "close", 3)])
+    state = pickle.loads(pickle.dumps(logic.snapshot()))
+    assert state == ((1, 0, (0, 3)), (1, 1, (0, 1), "stale"))
+    heard: list[tuple[int, str]] = []
+
+    async def work(given: Item) -> list[str]:
+        assert given.orders is not None
+        cancel, _ = await given.orders.take()
+        heard.append((given.origin.offset, cancel.then))
+        return [f"{given.origin.offset} {given.min_version} {cancel.then} {cancel.reason}"]
+
+    resumed = AsyncWork(work, lambda p, o: item(o), stop=StopFlag())(state)
+    assert resumed.snapshot() == state
+    assert drained(resumed, 1) == ["1 0.1 close stale"]
+    resumed.on_batch([order(0, "requeue", 3)])  # read once more: it was obeyed
+    found, _ = resumed.on_batch([order(0, "requeue", 4)])
+    assert (found or drained(resumed, 1)) == ["0 0.3 requeue stale"]
+    assert heard == [(1, "close"), (0, "requeue")]
 
 
 def test_an_exception_in_the_work_is_raised_in_the_worker() -> None:

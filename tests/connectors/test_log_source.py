@@ -20,7 +20,7 @@ from connectors.kafka.source import (
     StopFlag,
 )
 from connectors.kafka.topics import delete_records, ensure_topics
-from connectors.records import Announcement, Begin, PolicyRecord, Version, encode
+from connectors.records import Announcement, Begin, Cancel, PolicyRecord, Version, encode
 
 TOPICS = {"prompts": 2, "policy": 1}
 
@@ -135,6 +135,67 @@ def test_a_resumed_source_continues_with_the_same_offsets_and_versions(
         rest.close()
 
 
+def said_of(items: Sequence[tuple[str, Item]]) -> list[tuple[int, str, str, int]]:
+    """(offset, what to do, why, version) of the cancels among `items`; prompts have no reason."""
+    return [
+        (i.origin.offset, i.cancel.then, i.cancel.reason, i.min_version.number)
+        if i.cancel is not None
+        else (i.origin.offset, "start", "", i.min_version.number)
+        for _, i in items
+        if i.min_version is not None
+    ]
+
+
+def test_a_cancel_comes_out_once_after_the_prompt_it_is_of_and_again_after_a_restart(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the other partition's cancels nothing comes out; what the trainer gave up is closed."""
+    ensure_topics(cluster, TOPICS)
+    write(cluster, "prompts", 0, [b"x"] * 4)
+    prompts = cluster.topic("prompts")
+    cancels = (
+        Cancel(f"{prompts}/0/2", "requeue", "stale"),
+        Cancel(f"{prompts}/0/0", "close", "overload"),
+        Cancel(f"{prompts}/1/0", "close", "stale"),
+        Cancel(f"{prompts}.other/0/1", "close", "stale"),
+    )
+    said = Announcement(
+        epoch=0, version=Version(0, 1), digest="0" * 16, limits=(4, 4), cancels=cancels,
+        closed=(f"{prompts}/0/3",),
+    )  # fmt: skip
+    grant(cluster, begin(0), limits(0, 3, 3), said)
+    starts = [(0, "start", "", 0), (1, "start", "", 0), (2, "start", "", 0), (3, "start", "", 1)]
+    orders = {2: (2, "requeue", "stale", 1), 0: (0, "close", "overload", 1)}
+    given_up = (3, "close", "cancelled", 1)
+    whole = part(cluster, 0)
+    found: list[tuple[str, Item]] = []
+    while len(found) < 7:
+        found += whole.next_batch()
+    assert sorted(said_of(found)) == sorted([*starts, *orders.values(), given_up])
+    for offset, order in (*orders.items(), (3, given_up)):
+        assert said_of(found).index(starts[offset]) < said_of(found).index(order)
+    assert is_quiet(whole)
+    whole.close()
+
+    monkeypatch.setattr(source_module, "MAX_BATCH", 1)
+    one = part(cluster, 0)
+    while not (first := one.next_batch()):
+        pass
+    assert said_of(first) == [starts[0], orders[0]]
+    rest = part(cluster, 0, one.snapshot())
+    one.close()
+    found = []
+    while len(found) < 6:
+        found += rest.next_batch()
+    expected = [orders[0], *starts[1:], orders[2], given_up]
+    assert sorted(said_of(found)) == sorted(expected), "the first one once more"
+    ended = rest.snapshot()
+    rest.close()
+    again = part(cluster, 0, ended)
+    assert is_quiet(again)
+    again.close()
+
+
 def test_an_ungranted_source_reads_everything_and_resumes(cluster: Cluster) -> None:
     ensure_topics(cluster, TOPICS)
     write(cluster, "prompts", 0, [b"%d" % i for i in range(3)])
@@ -226,6 +287,9 @@ class FixedGrants:
 
     def version_of(self, offset: int) -> Version:
         return Version(0, 0)
+
+    def cancelled(self, position: int) -> list[Item]:
+        return []
 
     def resume_from(self) -> tuple[int, int, int]:
         return (0, -1, 0)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from connectors.engines.types import EngineError, GenerateRequest, Sampling
-from connectors.records import Closed, Group, Origin, Version
+from connectors.records import Cancel, Closed, Group, Origin, Version
 from connectors.text import Text
 from operators import agents
 from operators.agents import Outcome
@@ -217,6 +217,82 @@ def test_an_agent_that_hangs_is_ended_by_the_time_cap(text: Text) -> None:
         await asyncio.Event().wait()
 
     assert closed(roll(always(text), text, ASKED, agent=agent, time_cap_s=0.3)).reason == "time_cap"
+
+
+class Ordered:
+    """A rollout under way whose orders the test gives; versions below `answers_from` hang."""
+
+    def __init__(self, text: Text, answers_from: int, agent: Any = agents.single_turn) -> None:
+        def answer(request: GenerateRequest) -> list[int] | None:
+            assert request.min_version is not None
+            too_old = request.min_version.number < answers_from
+            return None if too_old else [*text.encode("yes"), END]
+
+        self.engine = FakeEngine(answer)
+        self._text, self._agent = text, agent
+
+    async def roll(self, *orders: tuple[Cancel, Version]) -> Rolled:
+        """Each order is given once the requests before it are at the engine."""
+        settings = Settings(seed=0, sampling=Sampling(max_tokens=16), context_tokens=200)
+        tasks = {"sum": AgentTask(agent=self._agent, group_size=2)}
+        rollout = Rollout(settings, tasks, self.engine, self._text, UserCode("agents"))
+        left = list(orders)
+
+        async def take() -> tuple[Cancel, Version]:
+            sent = 2 * (len(orders) - len(left) + 1)
+            while not left or len(self.engine.requests) < sent:
+                await asyncio.sleep(0.001)
+            return left.pop(0)
+
+        async with asyncio.timeout(20):
+            return await rollout(msgspec.json.encode(ASKED), ORIGIN, Version(0, 0), orders=take)
+
+
+def cancel(then: str, reason: str, version: int) -> tuple[Cancel, Version]:
+    return Cancel(str(ORIGIN), then, reason), Version(0, version)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("reason", "closed_as"), [("stale", "stale"), ("overload", "cancelled"), ("", "cancelled")]
+)
+def test_a_group_that_is_ordered_to_close_cancels_its_requests_and_closes_with_the_reason(
+    text: Text, reason: str, closed_as: str
+) -> None:
+    run = Ordered(text, answers_from=9)
+    end = closed(asyncio.run(run.roll(cancel("close", reason, 1))))
+    assert end.reason == closed_as
+    assert reason in end.message
+    assert len(run.engine.requests) == 2
+    assert sorted(run.engine.cancelled) == sorted(r.request_id for r in run.engine.requests)
+
+
+def test_a_requeued_group_cancels_its_requests_and_starts_again_under_the_announced_version(
+    text: Text,
+) -> None:
+    run = Ordered(text, answers_from=5)
+    made = group(asyncio.run(run.roll(cancel("requeue", "stale", 2), cancel("requeue", "", 5))))
+    assert [t.trajectory_id for t in made.trajectories] == [f"{ORIGIN}/0", f"{ORIGIN}/1"]
+    requests = run.engine.requests
+    versions = [r.min_version.number for r in requests if r.min_version is not None]
+    assert versions == [0, 0, 2, 2, 5, 5]
+    assert sorted(run.engine.cancelled) == sorted(r.request_id for r in requests[:4])
+    assert len({r.request_id for r in requests}) == 6, "what was cancelled is never asked for again"
+    assert run.engine.attached == []
+
+
+def test_an_order_that_comes_after_the_last_token_changes_nothing(text: Text) -> None:
+    run = Ordered(text, answers_from=0)
+    group(asyncio.run(run.roll(cancel("close", "stale", 1))))
+    assert run.engine.cancelled == []
+
+
+def test_a_users_agent_is_ended_by_an_order(text: Text) -> None:
+    async def agent(prompt: Any, llm: Any, tools: Any) -> None:
+        await llm.chat(prompt.messages)
+
+    run = Ordered(text, answers_from=9, agent=agent)
+    assert closed(asyncio.run(run.roll(cancel("close", "stale", 1)))).reason == "stale"
+    assert len(run.engine.cancelled) == 2
 
 
 def test_an_agent_that_fills_the_context_keeps_what_it_wrote(text: Text) -> None:

@@ -1,6 +1,6 @@
 """A dataflow job as a process, for tests that kill it.
 
-python -P -m tests.pipelines.dataflow_process RUN_DIR fake|real
+python -P -m tests.pipelines.dataflow_process RUN_DIR fake|hanging|real
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from connectors.config import load
 from connectors.engines.types import Completion, GenerateRequest
 from connectors.run_dir import RunDir
-from tests.operators.engine_fake import END, FakeEngine
+from tests.operators.engine_fake import END, FIRST, FakeEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,8 +30,22 @@ class SlowEngine(FakeEngine):
         return await super().generate(request)
 
 
+class HangingEngine(FakeEngine):
+    """Answers no request that may start below version 0.1; the others at the version they ask
+    for."""
+
+    async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+        self.version = request.min_version or FIRST
+        if self.version == FIRST:
+            await asyncio.Event().wait()
+        return await super().generate(request)
+
+
 def answer(request: GenerateRequest) -> Sequence[int]:
     return [*request.token_ids[:3], END]
+
+
+ENGINES = {"fake": SlowEngine, "hanging": HangingEngine}
 
 
 class DataflowProcess:
@@ -85,7 +99,7 @@ def main(run_dir: str, engine: str) -> None:
         config,
         RunDir(run_dir),
         {"rollout", "reward"},
-        engine=SlowEngine(answer) if engine == "fake" else None,
+        engine=ENGINES[engine](answer) if engine in ENGINES else None,
     )
 
 

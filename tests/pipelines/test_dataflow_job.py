@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -20,6 +20,7 @@ from connectors.records import (
     HEADER_WRITER,
     Announcement,
     Begin,
+    Cancel,
     Closed,
     Version,
     decode_as,
@@ -34,6 +35,8 @@ from tests.operators.engine_fake import FakeEngine, tokenizer
 from tests.pipelines.dataflow_process import DataflowProcess, answer
 
 PARTITIONS = 2
+Ordered = tuple[int, int, Literal["requeue", "close"], str]
+"""A cancel: partition, offset, what to do and why."""
 USER_CODE = """
 async def agent(prompt, llm, tools):
     if prompt.reward == "agent raises":
@@ -113,7 +116,13 @@ def produce(cluster: Cluster, prompts: list[bytes]) -> None:
     producer.close()
 
 
-def grant(cluster: Cluster, *limits: int, number: int = 0, drop_before: int | None = None) -> None:
+def grant(
+    cluster: Cluster,
+    *limits: int,
+    number: int = 0,
+    drop_before: int | None = None,
+    cancels: Sequence[Ordered] = (),
+) -> None:
     producer = Producer(cluster)
     begin = Begin(epoch=0, writer="test", resumed_step=0, started_at=0.0)
     announcement = Announcement(
@@ -122,6 +131,10 @@ def grant(cluster: Cluster, *limits: int, number: int = 0, drop_before: int | No
         digest="0" * 16,
         limits=limits,
         drop_before=None if drop_before is None else Version(0, drop_before),
+        cancels=tuple(
+            Cancel(f"{cluster.topic('prompts')}/{partition}/{offset}", then, reason)
+            for partition, offset, then, reason in cancels
+        ),
     )
     for record in (begin, announcement):
         producer.append(cluster.topic("policy"), 0, encode(record))
@@ -241,6 +254,45 @@ def test_groups_below_the_announced_version_close_as_stale(cluster: Cluster, run
     finally:
         job.stop()
     assert ends(cluster) == {(0, 0): ["stale"], (1, 0): ["stale"]}
+
+
+def test_cancelled_groups_close_or_start_again_once_though_the_job_is_killed(
+    cluster: Cluster, run: RunDir
+) -> None:
+    """The engine answers nothing of version 0.0: a group ends by its cancel alone. Two cancels are
+    announced while the job is away, and those before once more."""
+    produce(cluster, [asked()] * 6)
+    grant(cluster, 2, 2)
+    first: list[Ordered] = [(0, 0, "close", "stale"), (1, 0, "requeue", "stale")]
+    away: list[Ordered] = [(0, 1, "requeue", "stale"), (1, 1, "close", "overload")]
+    job = DataflowProcess(run.path, "hanging")
+    try:
+        wait_for(lambda: any(r.name == "dataflow" for r in run.roles()), job)
+        grant(cluster, 2, 2, number=1, cancels=first)
+        wait_for(lambda: count(cluster) >= 2, job)
+        assert ends(cluster) == {(0, 0): ["stale"], (1, 0): [""]}
+        job.kill9()
+        grant(cluster, 3, 2, number=2, cancels=[*first, *away])
+        job = DataflowProcess(run.path, "hanging")
+        wait_for(lambda: count(cluster) >= 5, job)
+        grant(cluster, 3, 3, number=3, cancels=[*first, *away])
+        wait_for(lambda: count(cluster) >= 6, job)
+        assert job.stop() == 0, job.log()
+    finally:
+        job.stop()
+    assert ends(cluster) == {
+        (0, 0): ["stale"], (1, 0): [""], (0, 1): [""], (1, 1): ["cancelled"], (0, 2): [""],
+        (1, 2): [""],
+    }  # fmt: skip
+    groups = [
+        decode_group(record.value)
+        for record in written(cluster, "rollouts")
+        if record.headers[HEADER_KIND] == "group"
+    ]
+    versions = {group.group_id.rpartition(".")[2]: str(group.oldest) for group in groups}
+    assert versions == {
+        "prompts/1/0": "0.1", "prompts/0/1": "0.2", "prompts/0/2": "0.2", "prompts/1/2": "0.3",
+    }  # fmt: skip
 
 
 def test_unreadable_rollouts_are_dead_letters_and_second_terminals_are_ignored(
