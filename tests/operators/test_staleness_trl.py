@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,6 +52,14 @@ def test_a_slot_is_free_again_when_its_conversation_ends() -> None:
     assert run.credits() == 16
 
 
+def test_a_conversation_that_ends_before_its_group_frees_its_slot() -> None:
+    run = Run(policy("trl", max_inflight_tasks=8), batch_size=1, group_size=4)
+    run.publish(0)
+    group_id, _ = run.grant_all()
+    run.open[group_id] = replace(run.open[group_id], num_running=1)
+    assert run.credits() == 3
+
+
 def test_its_credits_are_the_slots_that_no_running_conversation_has() -> None:
     chance = random.Random(3)
     for _ in range(30):
@@ -83,31 +92,37 @@ def test_samples_are_pulled_in_the_order_of_arrival() -> None:
 
 
 def test_what_is_too_old_when_it_is_pulled_is_dropped_with_its_whole_group() -> None:
-    run = Run(policy("trl", max_staleness=1), batch_size=1, group_size=2)
+    run = Run(policy("trl", max_staleness=1, max_inflight_tasks=4), batch_size=1, group_size=2)
     run.publish(0)
-    run.grant_all()
+    slow, other = run.grant_all()
     for step in (1, 2):
-        run.policy = policy("trl", max_staleness=1, max_inflight_tasks=4)
-        (group_id,) = run.grant_all()
-        run.arrive(group_id)
+        run.arrive(other)
         run.choose()
         run.publish(step)
-    (group_id,) = run.grant_all()
-    run.arrive("p/0/0", oldest=2)
-    run.arrive(group_id)
-    assert run.choose() == Choice(commit=(group_id,), drop=("p/0/0",)), "it took its slots at 0"
+        (other,) = run.grant_all()
+    run.arrive(slow, oldest=2)
+    run.arrive(other)
+    assert run.choose() == Choice(commit=(other,), drop=(slow,)), "it took its slots at version 0"
 
 
 def test_a_group_exactly_at_the_limit_trains() -> None:
-    run = Run(policy("trl", max_staleness=1), batch_size=1)
+    run = Run(policy("trl", max_staleness=1, max_inflight_tasks=2), batch_size=1)
     run.publish(0)
-    for _ in range(2):
-        (group_id,) = run.grant_all()
+    for group_id in run.grant_all():
         run.arrive(group_id)
         run.choose()
     assert run.staleness == [0, 1]
-    (late,) = run.grant_all() or [""]
-    assert late == "", "at version 2 a group of version 0 is too old before it starts"
+
+
+def test_what_would_be_too_old_for_the_open_step_is_not_granted() -> None:
+    run = Run(policy("trl", max_staleness=1, max_inflight_tasks=2), batch_size=1)
+    run.publish(0)
+    for group_id in run.grant_all():
+        run.arrive(group_id)
+        run.choose()
+    assert (run.version, run.credits()) == (2, 0), "version 0 is two steps behind"
+    run.publish(1)
+    assert run.credits() == 2
 
 
 def test_what_is_older_than_its_slot_is_dropped_too() -> None:
