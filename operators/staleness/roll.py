@@ -56,9 +56,10 @@ class Roll(Stateless):
         self.auditable = not is_use_additional_prompts
 
     def credits(self, state: None, ledger: Ledger) -> int:
-        """Additional prompts only when the budget has no room left. Nothing while the open step is
-        further ahead of the announced version than the window: it would be given up at once."""
-        if ledger.steps_ahead > self.window:
+        """Additional prompts only when the budget has no room left. Nothing while the announced
+        version is so far behind the open step that it could be given up at once, again and again;
+        ROLL is never that far ahead."""
+        if ledger.steps_ahead > int(self.ratio):
             return 0
         budget = math.ceil(ledger.batch_size * self.ratio) + ledger.batch_size
         room = budget - ledger.num_outstanding
