@@ -15,13 +15,17 @@ from operators.staleness import (
     deadline,
     dressage,
     n_step_off,
+    nemo,
     openrlhf,
+    over_generate,
     prime_rl,
+    psrl,
     roll,
     skyrl,
     slime,
     trl,
     verl,
+    windowed_fifo,
 )
 from operators.staleness.preset import REQUIRED, Preset, RunShape
 from operators.staleness.types import StalenessPolicy
@@ -31,13 +35,17 @@ FAMILIES = (
     deadline,
     dressage,
     n_step_off,
+    nemo,
     openrlhf,
+    over_generate,
     prime_rl,
+    psrl,
     roll,
     skyrl,
     slime,
     trl,
     verl,
+    windowed_fifo,
 )
 
 PRESETS: Mapping[str, Preset] = {
