@@ -210,7 +210,8 @@ def _trainer(
         if one.publish_to is not None:
             spans.append((one.train_to, one.publish_to, top + 15, 7, PUBLISHES, "is published"))
         for first, last, y, high, colour, what in spans:
-            if first < end_s and last > first:
+            if first < end_s and (last > first or what == "is published"):
                 said = f"step {one.step} {what}: {first:.1f} to {last:.1f} s"
                 gap = 0.6 if what == "trains" and at(last) - at(first) > 3 else 0.0
-                drawing.rect(at(first), y, at(last) - at(first) - gap, high, fill=colour, said=said)
+                width = max(1.0, at(last) - at(first) - gap)
+                drawing.rect(at(first), y, width, high, fill=colour, said=said)

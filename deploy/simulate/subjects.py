@@ -45,13 +45,14 @@ BOUNDS: Final[Mapping[str, tuple[str, Callable[[int], int]]]] = {
     "verl-wait": ("max_off_policy_threshold", lambda n: n + 1),
 }
 """The parameter that means the bound, and its value for a bound of n; a nominal bound where the
-policy is not strict."""
+policy is not strict. The bound of `windowed-fifo` follows from two (`_windowed_fifo`)."""
 LOOKAHEADS: Final = {
     "deadline": "lookahead",
     "n-step-off": "n",
     "nemo-in-order": "max_lookahead_versions",
+    "windowed-fifo": "target_offpolicy_steps",
 }
-"""Of the last two it is the bound, too, which `--bound` sets if it is given."""
+"""Of `n-step-off` and `nemo-in-order` it is the bound, too, which `--bound` sets if it is given."""
 
 _NAMED: Final = re.compile(r"\s*([A-Za-z][\w-]*)\s*(?:\(([^()]*)\))?\s*(?:,|$)")
 
@@ -94,7 +95,7 @@ def subjects(
         lookahead = min(bound, COMPARED_LOOKAHEAD) if lookahead is None else lookahead
     _check_flags([name for name, _ in named], bound, lookahead)
     return tuple(
-        _subject(name, given, shape, _from_flags(name, bound, lookahead), configured)
+        _subject(name, given, shape, _from_flags(name, shape, bound, lookahead), configured)
         for name, given in named
     )
 
@@ -140,18 +141,34 @@ def _subject(
     return Subject(label=label(name, given), policy=policy, parameters=parameters)
 
 
-def _from_flags(name: str, bound: int | None, lookahead: int | None) -> dict[str, Any]:
+def _from_flags(
+    name: str, shape: RunShape, bound: int | None, lookahead: int | None
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if lookahead is not None and name in LOOKAHEADS:
         found[LOOKAHEADS[name]] = lookahead
     if bound is not None and name in BOUNDS:
         parameter, own = BOUNDS[name]
         found[parameter] = own(bound)
+    if bound is not None and name == "windowed-fifo":
+        return _windowed_fifo(shape, bound, lookahead)
     return found
 
 
+def _windowed_fifo(shape: RunShape, bound: int, lookahead: int | None) -> dict[str, Any]:
+    """The widest window that keeps a bound of S + ceil((W - 1) / B), S at most its own default."""
+    ahead = min(3, bound) if lookahead is None else lookahead
+    if ahead > bound:
+        raise ConfigError(
+            f"--policy: windowed-fifo: lookahead must be at most the bound {bound}, got {ahead}"
+        )
+    window = (bound - ahead) * shape.batch_size + 1
+    return {"target_offpolicy_steps": ahead, "window_size": window}
+
+
 def _check_flags(names: Sequence[str], bound: int | None, lookahead: int | None) -> None:
-    for flag, value, known in (("bound", bound, BOUNDS), ("lookahead", lookahead, LOOKAHEADS)):
+    bounded = {*BOUNDS, "windowed-fifo"}
+    for flag, value, known in (("bound", bound, bounded), ("lookahead", lookahead, LOOKAHEADS)):
         if value is not None and not any(name in known for name in names):
             raise ConfigError(
                 f"--{flag} {value}: {', '.join(names)} {'has' if len(names) == 1 else 'have'} no "

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import tomllib
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,14 +27,15 @@ from connectors.records import (
     Version,
 )
 from deploy.simulate.calibrate import busy_s, decode_times, in_flight, least_absolute, train_times
-from deploy.simulate.lengths import Lognormal
+from deploy.simulate.lengths import Lognormal, Trace
 from deploy.simulate.observed import Rollouts, Steps
-from deploy.simulate.sources import from_config, named
+from deploy.simulate.sources import from_config, from_run, named
 from deploy.simulate.subjects import BOUNDS, COMPARED, Configured, subjects
 from deploy.simulate.subjects import parse as parse_policies
 from operators.staleness import PRESETS
 from operators.staleness.preset import RunShape
 from tests.deploy.command import config_text
+from tests.deploy.written_log import WrittenLog, write_example
 
 SHAPE = RunShape(batch_size=4, group_size=2, num_slots=16)
 
@@ -59,25 +63,30 @@ def test_the_flags_set_each_policy_s_own_parameter_and_parentheses_win() -> None
     assert [one.label for one in found] == ["verl-drop", "areal", "n-step-off(n=1)", "sync"]
 
 
-@pytest.mark.parametrize("name", sorted(BOUNDS))
+@pytest.mark.parametrize("name", [*sorted(BOUNDS), "windowed-fifo"])
 def test_a_strict_policy_s_bound_is_the_one_asked_for(name: str) -> None:
     [one] = subjects(name, SHAPE, bound=2)
     assert one.policy.bound in (2, None)
 
 
 def test_every_preset_has_a_bound_to_set_or_is_known_to_have_none() -> None:
-    assert set(PRESETS) - set(BOUNDS) == {"sync", "one-step-off", *WITHOUT_A_BOUND}
+    none = {"sync", "one-step-off", "over-generate", "slime", "dressage"}
+    assert set(PRESETS) - set(BOUNDS) - {"windowed-fifo"} == none
     assert set(BOUNDS) <= set(PRESETS)
     assert set(COMPARED) <= set(PRESETS)
-
-
-WITHOUT_A_BOUND = ("slime", "dressage", "over-generate", "windowed-fifo")
 
 
 def test_the_lookahead_is_the_bound_of_those_that_have_nothing_else() -> None:
     [alone] = subjects("n-step-off", SHAPE, lookahead=2)
     [both] = subjects("n-step-off", SHAPE, lookahead=2, bound=3)
     assert (alone.policy.bound, both.policy.bound) == (2, 3)
+
+
+def test_windowed_fifo_gets_the_widest_window_that_keeps_the_bound() -> None:
+    [one] = subjects("windowed-fifo", SHAPE, bound=3, lookahead=1)
+    assert one.parameters == {"target_offpolicy_steps": 1, "window_size": 9}
+    [wider] = subjects("windowed-fifo(window_size=10)", SHAPE, bound=3, lookahead=1)
+    assert (one.policy.bound, wider.policy.bound) == (3, 4)
 
 
 def test_the_configured_policy_keeps_its_parameters_and_flags_change_them() -> None:
@@ -101,6 +110,8 @@ def test_the_configured_policy_keeps_its_parameters_and_flags_change_them() -> N
         ("n-step-off(n=-1)", {}, "n-step-off: n must be an integer of at least 0, got -1"),
         ("areal(consumer_batch_size=7)", {}, "consumer_batch_size is 4 in this run, got 7"),
         ("sync,one-step-off", {"bound": 2}, "--bound 2: sync, one-step-off have no bound to set"),
+        ("windowed-fifo", {"bound": 1, "lookahead": 2}, "at most the bound 1, got 2"),
+        ("deadline", {"bound": 1, "lookahead": 2}, "deadline: lookahead"),
         ("areal", {"lookahead": 1}, "--lookahead 1: areal has no lookahead to set"),
     ],
 )
@@ -318,3 +329,60 @@ def test_steps_are_timed_from_the_one_before_of_the_same_trainer() -> None:
         "trainer_wait_share": 3 / 9,
         "staleness": {"mean": (1 + 4 + 9 + 16) / 10, "p99": 4.0, "max": 5.0},
     }
+
+
+def timed_log(cluster: Cluster, folder: Path, num_steps: int) -> WrittenLog:
+    """Steps of two groups of two samples of three tokens, each 1.5 s long, the four of a step at
+    once. A step ends every 10 s, of which it waited 1."""
+    log = WrittenLog(cluster, folder)
+    log.begin()
+    later = time.time() + 1_000.0  # than they are written: scoring took no time
+    for step in range(1, num_steps + 1):
+        for partition in (0, 1):
+            group = log.group(partition, step, 0)
+            begun = later + 10 * step
+            rows = [
+                replace(row, created_at=begun, finished_at=begun + 1.5)
+                for row in group.trajectories
+            ]
+            at, crc = log.end(partition, replace(group, trajectories=tuple(rows)))
+            log.coordinates[partition, step] = Coordinate(partition, at, crc, group.group_id)
+        log.step(step, (0, step), (1, step), reward=0.5)
+    return log
+
+
+def test_a_run_s_workload_is_what_its_log_says(cluster: Cluster, tmp_path: Path) -> None:
+    log = timed_log(cluster, tmp_path, 6)
+    log.close(0, 7, "reward_failed")
+    log.close(0, 8, "time_cap")
+    source = from_run(log.config, "RUN", cluster)
+    workload = source.workload
+    assert isinstance(workload.lengths, Trace)
+    assert workload.lengths.tokens == (3,) * 24
+    assert (workload.batch_size, workload.group_size, workload.num_slots) == (2, 2, 64)
+    assert workload.prompt_tokens == 2
+    assert workload.token_s == pytest.approx(0.5)
+    assert workload.prefill_tokens_per_s is None
+    assert (workload.train_s, workload.train_s_per_token) == (pytest.approx(9.0), 0.0)
+    assert (workload.publish_s, workload.reward_s) == (0.25, 0.0)
+    assert workload.failure_rate == 1 / 13
+    assert source.configured == Configured(name="one-step-off", parameters={})
+    assert source.measured is not None
+    assert source.measured["steps_per_hour"] == pytest.approx(360)
+    assert source.measured["trainer_wait_share"] == pytest.approx(0.1)
+    said = "\n".join(source.notes)
+    assert "measured: 24 lengths, 3 tokens on average, up to 3; 12 groups" in said
+    assert "measured: 500 ms a token" in said
+    assert "measured: 9 s a step" in said
+    assert "the 1 groups closed at the time cap" in said
+
+
+def test_a_run_that_is_too_short_to_be_measured_is_refused(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    log = write_example(cluster, tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        from_run(log.config, "RUN", cluster)
+    assert str(refused.value) == (
+        "--from-run RUN: is too short to be measured: at least 16 samples are needed, got 8"
+    )
