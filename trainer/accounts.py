@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from connectors.records import Coordinate, Origin, Version, parse_group_id
+from connectors.records import Cancel, Coordinate, Origin, Version, parse_group_id
 from trainer.feed_state import UNREAD, Counts, Entry, FeedState
 from trainer.frontier import Frontier
 
@@ -121,6 +121,27 @@ class Accounts:
     def forget_refunds(self, announced: Collection[str]) -> None:
         """These closed groups are counted by an announcement."""
         self.refunded = [g for g in self.refunded if g not in announced]
+
+    # ----------------------------------------------------------------------------------- cancels
+    def may_cancel(self, cancel: Cancel, version: Version) -> bool:
+        """Whether announcing it with `version` would change anything: the group runs, is not closed
+        by an earlier one and, to be put back, may have started before that version."""
+        entry = self.open.get(cancel.group_id)
+        if entry is None or entry.coordinate is not None or cancel.group_id in self.cancelled:
+            return False
+        return cancel.then == "close" or entry.oldest < version
+
+    def cancel(self, cancel: Cancel, version: Version) -> None:
+        """It was announced with `version`. A group to be closed stays open until its terminal
+        comes, whatever that is; one that is put back starts no earlier than that version. A group
+        that has arrived, or ended, is not concerned."""
+        if not self.may_cancel(cancel, version):
+            return
+        if cancel.then == "close":
+            self.cancelled.add(cancel.group_id)
+            return
+        entry = self.open[cancel.group_id]
+        self.open[cancel.group_id] = msgspec.structs.replace(entry, oldest=version)
 
     # --------------------------------------------------------------------------------- terminals
     def arrive(

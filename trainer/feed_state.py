@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -61,6 +61,7 @@ class FeedState(msgspec.Struct, frozen=True, kw_only=True):
     dropped        groups the feed dropped since the last closed step
     cancelled      open groups whose cancel was announced
     unpublished    (version after the step, groups) of steps whose weights are not announced
+    actions        of the policy since the last closed step, counted (`FeedCore`)
     lineage        the fork of each incarnation up to the version's
     policy         state of the staleness policy `policy_name`
     """
@@ -80,6 +81,7 @@ class FeedState(msgspec.Struct, frozen=True, kw_only=True):
     dropped: tuple[str, ...] = ()
     cancelled: tuple[str, ...] = ()
     unpublished: tuple[tuple[Version, int], ...] = ()
+    actions: dict[str, int] = {}
     lineage: dict[int, Fork] = {}
     num_admitted: int = 0
     num_arrived: int = 0
@@ -123,10 +125,13 @@ def fresh(
 class ClosedStep:
     """A full step: `records` in admission order, to be trained at `version` as step number `step`
     (= version.number + 1). `snapshot` is the ledger right after it closed: what the checkpoint of
-    this step holds. `dropped` goes into its manifest."""
+    this step holds. `dropped` goes into its manifest, and so do `actions`; tokens below
+    `mask_before` are not trained."""
 
     step: int
     version: Version
     records: tuple[Coordinate, ...]
     dropped: tuple[str, ...]
+    actions: Mapping[str, int]
+    mask_before: Version | None
     snapshot: FeedState

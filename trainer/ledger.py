@@ -6,14 +6,17 @@ Enter: announcements read from (or just written to) `policy`, terminals read fro
 manifests and forks read from `steps`. Leave: announcements to write and closed steps.
 
 Its accounts (`trainer.accounts`) know each granted group; here is what the policy makes of them. It
-promises that folding `policy` and `steps` over an older snapshot (`recover`) gives every group the
-reservation it had.
+promises that folding `policy` and `steps` over an older snapshot (`trainer.refold`) gives every
+group the reservation it had. So it does for the state of an auditable policy, which hangs on those
+two alone. Another's may also hang on the order of arrivals and on the engines' load: after a
+recovery it has seen what arrived since the snapshot later than it did, and goes on from the load
+that the snapshot holds.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -25,12 +28,14 @@ from connectors.records import (
     Manifest,
     Version,
 )
-from operators.staleness.lineage import lag
+from operators.staleness.feasible import infeasible
 from operators.staleness.types import (
     Announced,
     Arrived,
+    Choice,
     Closed,
     Committed,
+    EngineLoad,
     Event,
     Granted,
     Ledger,
@@ -39,13 +44,13 @@ from operators.staleness.types import (
 )
 from trainer.accounts import DROP_REASON, Accounts, LedgerBroken
 from trainer.feed_state import ClosedStep, Entry, FeedState
-from trainer.step_log import Chain
 
 
 class FeedCore:
     """The ledger of one run. `accounts` say what each granted group came to; `committed` are those
-    of the step that fills, in the order the policy chose; `too_old` what it dropped when it was
-    last asked."""
+    of the step that fills, in the order the policy chose; `too_old` and `held` what it dropped and
+    kept back when it was last asked; `actions` what it did since the last step, counted by
+    `drops/REASON`, `holds` and `cancels/THEN/REASON`."""
 
     def __init__(
         self,
@@ -69,6 +74,10 @@ class FeedCore:
         self.lineage = dict(state.lineage)
         self.committed: dict[str, None] = {}
         self.too_old: tuple[str, ...] = ()
+        self.held: frozenset[str] = frozenset()
+        self.actions = Counter(state.actions)
+        self._ever_held: set[str] = set()
+        self._mask_before: Version | None = None
         self._unpublished = list(state.unpublished)
         self._policy_state = self._resume_policy(state)
 
@@ -89,9 +98,9 @@ class FeedCore:
         ledger = self.ledger(published=version)
         limits = self._spread(self._in_groups(self.policy.credits(state, ledger)), ends)
         cancels = tuple(
-            c
-            for c in self.policy.cancel(state, ledger)
-            if c.group_id not in self.accounts.cancelled
+            cancel
+            for cancel in self.policy.cancel(state, ledger)
+            if self.accounts.may_cancel(cancel, version)
         )
         said = (self.published, self.digest, self.epoch, tuple(self.accounts.limits))
         if said == (version, digest, epoch, limits) and not cancels:
@@ -118,8 +127,8 @@ class FeedCore:
 
     def apply_announcement(self, offset: int, announcement: Announcement) -> None:
         """Folds one record of `policy`, read back or just written. In order: refunds it counts
-        that were not observed yet, its version, the groups it grants (by partition, then offset).
-        Records already applied and those of a lower epoch change nothing."""
+        that were not observed yet, its version, the groups it grants (by partition, then offset),
+        its cancels. Records already applied and those of a lower epoch change nothing."""
         if offset < self.policy_offset:
             return
         self.policy_offset = offset + 1
@@ -134,9 +143,14 @@ class FeedCore:
         self._unpublished = [u for u in self._unpublished if u[0] > announcement.version]
         for group_id in self.accounts.grant(announcement.limits, announcement.version):
             self._observe(Granted(group_id, announcement.version))
-        self.accounts.cancelled.update(
-            c.group_id for c in announcement.cancels if c.group_id in self.accounts.open
-        )
+        for cancel in announcement.cancels:
+            self.accounts.cancel(cancel, announcement.version)
+            self.actions[f"cancels/{cancel.then}/{cancel.reason}"] += 1
+
+    def loaded(self, load: EngineLoad) -> None:
+        """What the engines reported. An auditable policy hears nothing of it."""
+        if not self.policy.auditable:
+            self._observe(load)
 
     def _spread(self, credits: int, ends: Sequence[int]) -> tuple[int, ...]:
         limits, turn = list(self.accounts.limits), self.accounts.counts().granted
@@ -176,6 +190,7 @@ class FeedCore:
         the next step's manifest. False if it is not open."""
         if group_id in self.committed or not self.accounts.drop(group_id, reason):
             return False
+        self.actions[f"drops/{reason}"] += 1
         self._observe(Closed(group_id, reason))
         return True
 
@@ -201,8 +216,11 @@ class FeedCore:
     # ------------------------------------------------------------------------------------- steps
     def choose(self) -> ClosedStep | None:
         """Commits what the policy chooses; the closed step once it is full."""
-        choice = self.policy.choose(self._policy_state, self.ledger())
-        self.too_old = choice.drop
+        choice = self.choice()
+        self.too_old, self.held = choice.drop, frozenset(choice.hold)
+        self.actions["holds"] += len(self.held - self._ever_held)
+        self._ever_held |= self.held
+        self._mask_before = max(self._mask_before, choice.mask_before, key=_or_none)
         for group_id in choice.drop:
             self.drop(group_id)
         for group_id in choice.commit:
@@ -215,12 +233,17 @@ class FeedCore:
             self._observe(Committed(group_id, self.version.number + 1))
         return self._close_step() if len(self.committed) == self.batch_size else None
 
+    def choice(self) -> Choice:
+        """What the policy would choose now."""
+        return self.policy.choose(self._policy_state, self.ledger())
+
     def _close_step(self) -> ClosedStep:
         entries = sorted(
             (self.accounts.open[g] for g in self.committed), key=lambda entry: entry.order
         )
         records = tuple(e.coordinate for e in entries if e.coordinate is not None)
         version, dropped = self.version, tuple(self.accounts.dropped)
+        actions, mask_before = dict(+self.actions), self._mask_before
         for entry in entries:
             self.accounts.settle(entry, "trained", read=True)
         self.committed, self.accounts.dropped = {}, []
@@ -230,6 +253,8 @@ class FeedCore:
             version=version,
             records=records,
             dropped=dropped,
+            actions=actions,
+            mask_before=mask_before,
             snapshot=self.snapshot(),
         )
 
@@ -273,8 +298,12 @@ class FeedCore:
             self.accounts.drop_unread(group_id)
 
     def _open_next(self, version: Version, num_groups: int) -> None:
+        """The manifest of the step that closed holds what was done for it."""
         self._unpublished.append((version, num_groups))
         self.version = version
+        self.actions.clear()
+        self._ever_held.clear()
+        self._mask_before = None
 
     # ------------------------------------------------------------------------------------- state
     def ledger(self, *, published: Version | None = None) -> Ledger:
@@ -287,7 +316,7 @@ class FeedCore:
             free_slots=self.batch_size - len(self.committed),
             group_size=self.group_size,
             groups=tuple(
-                _open_group(entry, self.group_size)
+                _open_group(entry, self.group_size, held=entry.group_id in self.held)
                 for entry in self.accounts.open.values()
                 if entry.group_id not in self.committed
             ),
@@ -299,22 +328,9 @@ class FeedCore:
         )
 
     def num_infeasible(self) -> int:
-        """Open groups that will be older than the policy's bound when their step trains, even if
-        the oldest are always trained first and all of them come in time."""
-        if self.policy.bound is None:
-            return 0
-        left = sorted(
-            self.policy.bound - lag(self.version, entry.oldest, self.lineage)
-            for entry in self.accounts.open.values()
-            if entry.group_id not in self.committed
-        )
-        place, late = len(self.committed), 0
-        for steps in left:
-            if steps < place // self.batch_size:
-                late += 1
-            else:
-                place += 1
-        return late
+        """Open groups that no order of steps can train within the policy's bound."""
+        bound = self.policy.bound
+        return 0 if bound is None else len(infeasible(self.ledger(), bound))
 
     def snapshot(self) -> FeedState:
         """The state; only between steps (LedgerBroken while the open one is partly filled)."""
@@ -328,6 +344,7 @@ class FeedCore:
             read=tuple(self.read),
             policy_offset=self.policy_offset,
             unpublished=tuple(self._unpublished),
+            actions=dict(+self.actions),
             lineage=dict(self.lineage),
             policy_name=self.policy.name,
             policy=msgspec.to_builtins(self._policy_state),
@@ -353,39 +370,12 @@ class FeedCore:
         return first
 
 
-def recover(
-    core: FeedCore, announcements: Iterable[tuple[int, Announcement]], chain: Chain
-) -> None:
-    """Brings `core`, built from a checkpoint's snapshot, up to the log: `announcements` are those
-    of `policy` from the snapshot's offset up to this trainer's `Begin`. A manifest comes after
-    every announcement of a version below its own: those granted what it trains. A fork comes after
-    every announcement of a lower epoch, whichever order the two topics were written in. What steps
-    that a rollback gave up had trained stays open. Terminals are read again afterwards, from the
-    snapshot's offsets."""
-    core.lineage.update(chain.lineage)
-    waiting = deque(chain.after(core.version))
-    for offset, announcement in announcements:
-        while waiting and _comes_before(waiting[0], announcement):
-            _apply(core, waiting.popleft())
-        core.apply_announcement(offset, announcement)
-    for record in waiting:
-        _apply(core, record)
+def _or_none(version: Version | None) -> Version:
+    """For comparing: below all others."""
+    return Version(-1, -1) if version is None else version
 
 
-def _comes_before(record: Begin | Manifest, announcement: Announcement) -> bool:
-    if isinstance(record, Begin):
-        return record.epoch is not None and record.epoch <= announcement.epoch
-    return record.version <= announcement.version
-
-
-def _apply(core: FeedCore, record: Begin | Manifest) -> None:
-    if isinstance(record, Begin):
-        core.apply_fork(record)
-    else:
-        core.apply_manifest(record)
-
-
-def _open_group(entry: Entry, group_size: int) -> OpenGroup:
+def _open_group(entry: Entry, group_size: int, *, held: bool) -> OpenGroup:
     running = entry.coordinate is None
     return OpenGroup(
         group_id=entry.group_id,
@@ -394,7 +384,7 @@ def _open_group(entry: Entry, group_size: int) -> OpenGroup:
         oldest=entry.oldest,
         newest=entry.newest,
         admitted_at=entry.admitted_at,
-        state="running" if running else "ready",
+        state="running" if running else "held" if held else "ready",
         order=entry.order,
         ready_order=entry.ready_order,
         num_running=group_size if running else 0,

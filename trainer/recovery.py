@@ -33,8 +33,8 @@ from trainer.checkpoint_meta import CheckpointMeta, kept_on_chain
 from trainer.engine import TrainingEngine
 from trainer.feed_state import FeedState, fresh
 from trainer.ledger import FeedCore
-from trainer.ledger import recover as fold_ledger
 from trainer.reexecute import ReexecutionDiffers, reexecute
+from trainer.refold import recover as fold_ledger
 from trainer.step_log import Chain, ChainBroken, Fenced, StepLog
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,8 @@ from operators.staleness.lineage import lag
 from trainer.accounts import LedgerBroken
 from trainer.feed_state import ClosedStep, FeedState, fresh
 from trainer.frontier import Frontier
-from trainer.ledger import FeedCore, recover
+from trainer.ledger import FeedCore
+from trainer.refold import recover
 from trainer.step_log import Chain
 
 TOPIC = "test.prompts"
