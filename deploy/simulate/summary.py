@@ -45,8 +45,8 @@ def _mean(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     means: dict[str, Any] = {}
     for key in dict.fromkeys(key for one in found for key in one):
         values = [one.get(key, 0) for one in found]
-        if key == "parameters":
-            means[key] = first[key]
+        if all(value == values[0] for value in values):
+            means[key] = values[0]
         elif isinstance(first.get(key), Mapping):
             means[key] = _mean(values)
         elif all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):

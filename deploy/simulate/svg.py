@@ -87,8 +87,8 @@ class Drawing:
 
 
 def text_width(content: str, size: float) -> float:
-    """About, of a sans-serif font."""
-    return 0.58 * size * len(content)
+    """About, of a bold sans-serif font."""
+    return 0.64 * size * len(content)
 
 
 def ticks(low: float, high: float, about: int = 6) -> list[float]:

@@ -48,7 +48,7 @@ def table_lines(
     lines.append(LEGEND)
     for name, one in zip(labels, found, strict=True):
         if one["stalled"] is not None:
-            lines += ["", f"{name} stalled: {one['stalled']}"]
+            lines += ["", f"{name} {one['stalled'].removeprefix(one['name'] + ' ')}"]
     return lines
 
 

@@ -17,7 +17,7 @@ from tests.deploy.command import call, config_text, model_folder
 
 COMMANDS = (
     "run", "status", "audit", "replay", "trace", "init", "doctor", "broker", "engine", "rollout",
-    "reward", "dataflow", "feeder", "evaluate", "trainer", "build-model",
+    "reward", "dataflow", "feeder", "evaluate", "trainer", "simulate", "build-model",
 )  # fmt: skip
 
 

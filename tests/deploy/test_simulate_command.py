@@ -159,6 +159,34 @@ def test_flags_that_cannot_be_are_refused_by_the_parser(
     assert "headwater simulate: error: " in capsys.readouterr().err
 
 
+def test_a_stall_is_reported_with_the_ledger_and_is_exit_code_1(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Five prompts in flight straddle two versions: the oldest one never has a whole step."""
+    stuck = (
+        "nemo-weight-fifo(max_staleness_versions=2,max_inflight_prompts=5,"
+        "min_groups_for_streaming_train=4)"
+    )
+    arguments = ["simulate", str(config_file), "--policy", f"{stuck},sync", "--steps", "30"]
+    assert main([*arguments, "--json"]) == errors.FAILED
+    first, second = json.loads(capsys.readouterr().out)["policies"]
+    assert "12 groups are open (12 ready)" in first["stalled"]
+    assert second["stalled"] is None
+    assert main(arguments) == errors.FAILED
+    said = capsys.readouterr().out
+    assert f"{stuck} stalled after" in said
+    assert "The open step trains at version" in said
+
+
+def test_a_picture_is_drawn_beside_the_answer(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.svg"
+    asked(capsys, config_file, "--policy", "sync,n-step-off(n=2)", "--steps", 5, "--plot", file)
+    words = {element.text for element in ElementTree.parse(file).iter()}
+    assert {"sync", "n-step-off(n=2)"} <= words
+
+
 def test_a_folder_that_is_no_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
