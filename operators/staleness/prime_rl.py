@@ -138,7 +138,8 @@ class PrimeRL:
                 return state
 
     def credits(self, state: Inflight, ledger: Ledger) -> int:
-        if ledger.steps_ahead > TARGET_LAG:
+        # A group started more than M behind would be cancelled at once, again and again.
+        if ledger.steps_ahead > min(TARGET_LAG, self.max_off_policy_steps):
             return 0
         room = self._cap(state, ledger) - _num_inflight(ledger)
         if state.growth is not None:
