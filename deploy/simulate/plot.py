@@ -25,6 +25,8 @@ STRIP: Final = 84.0
 STRIP_LEFT: Final = 150.0
 SHOWN_STEPS: Final = 30
 """Of the fastest policy: what the strips show of each."""
+MOST_NAMED: Final = 44
+"""Letters of a name at its point; its strip has room for all of it."""
 MOST_POINTS: Final = 800
 """Of a strip's area: about what a screen tells apart."""
 COLOURS: Final = (
@@ -94,6 +96,8 @@ def _scatter(drawing: Drawing, labels: Sequence[str], found: Sequence[Mapping[st
 
 
 def _caption(name: str, one: Mapping[str, Any]) -> str:
+    if len(name) > MOST_NAMED:
+        name = name.partition("(")[0] + "(…)"
     if one["stalled"] is not None:
         return f"{name} · stalled"
     return f"{name} · max {one['staleness']['max']:g}"
@@ -155,8 +159,10 @@ def _strips(drawing: Drawing, labels: Sequence[str], timelines: Sequence[Timelin
 
 def _shown_s(timelines: Sequence[Timeline]) -> float:
     """Until the fastest has made SHOWN_STEPS, or all of it."""
-    ends = [t.steps[min(SHOWN_STEPS, len(t.steps)) - 1].train_to for t in timelines if t.steps]
-    return max(1e-9, min(ends, default=1.0))
+    num = min(SHOWN_STEPS, max(len(timeline.steps) for timeline in timelines))
+    if num == 0:
+        return 1.0
+    return max(1e-9, min(t.steps[num - 1].train_to for t in timelines if len(t.steps) >= num))
 
 
 def _legend(drawing: Drawing) -> None:

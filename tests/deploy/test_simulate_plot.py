@@ -96,6 +96,21 @@ def test_a_policy_that_stalled_before_its_first_step_is_drawn_as_stalled(tmp_pat
     drawn(tmp_path / "b.svg", ["stuck"], found[:1], [never])
 
 
+def test_a_stall_does_not_shorten_what_is_shown_of_the_others(tmp_path: Path) -> None:
+    found = [policy(0.0, 0.0, bound=0, stalled="why"), policy(1.0, 20.0, bound=1)]
+    times = [timeline(5.0, 2), timeline(5.0, 10)]
+    root = drawn(tmp_path / "a.svg", ["stuck", "runs"], found, times)
+    trained = [r for r in root.iter(f"{SVG}rect") if r.get("fill") == plot.TRAINS]
+    assert len(trained) == 2 + 10 + 1  # and the legend's
+
+
+def test_a_long_name_is_cut_at_its_point_and_whole_at_its_strip(tmp_path: Path) -> None:
+    name = "policy(" + ",".join(f"parameter_{i}={i}" for i in range(6)) + ")"
+    root = drawn(tmp_path / "a.svg", [name], [policy(1.0, 20.0, bound=3)], [timeline(5.0)])
+    assert "policy(…) · max 3" in texts(root)
+    assert name in texts(root)
+
+
 @pytest.mark.parametrize("count", [1, 6, 21])
 def test_labels_of_points_in_one_place_do_not_cover_each_other(count: int) -> None:
     names = [f"policy-{i} · max 4" for i in range(count)]
