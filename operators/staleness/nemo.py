@@ -81,11 +81,9 @@ class Permits:
             credits = min(credits, self.max_inflight_prompts - len(ledger.running))
         return max(0, credits)
 
-    def take(self, eligible: Sequence[OpenGroup], ledger: Ledger) -> tuple[str, ...]:
-        least = min(self.min_groups_for_streaming_train, ledger.free_slots)
-        if len(eligible) < least:
-            return ()
-        return tuple(g.group_id for g in eligible[: ledger.free_slots])
+    def take(self, eligible: Sequence[OpenGroup], num_slots: int) -> Sequence[OpenGroup]:
+        enough = len(eligible) >= min(self.min_groups_for_streaming_train, num_slots)
+        return eligible[:num_slots] if enough else ()
 
 
 class Sampler(Stateless):
@@ -112,9 +110,16 @@ class Sampler(Stateless):
         return self.permits.limit(min(self.gate(ledger), buffered), ledger)
 
     def choose(self, state: None, ledger: Ledger) -> Choice:
+        """Takes groups until there are not enough: what is taken can make others eligible."""
         late = self.too_old(ledger, since_grant=True)
         left = [g for g in ledger.groups if g.group_id not in late]
-        return Choice(commit=self.permits.take(self.eligible(left, ledger), ledger), drop=late)
+        commit: list[str] = []
+        while taken := self.permits.take(
+            self.eligible(left, ledger), ledger.free_slots - len(commit)
+        ):
+            commit += [g.group_id for g in taken]
+            left = [g for g in left if g not in taken]
+        return Choice(commit=tuple(commit), drop=late)
 
     def eligible(self, groups: Sequence[OpenGroup], ledger: Ledger) -> Sequence[OpenGroup]:
         """Of open groups, in admission order: the ready ones that may train now, in the order they
@@ -185,7 +190,8 @@ class InOrder(NStepOff):
     def choose(self, state: Slots, ledger: Ledger) -> Choice:
         due = super().choose(state, ledger)
         ready = [g for g in ledger.ready if g.group_id in due.commit]
-        return Choice(commit=self.permits.take(ready, ledger), drop=due.drop)
+        taken = self.permits.take(ready, ledger.free_slots)
+        return Choice(commit=tuple(g.group_id for g in taken), drop=due.drop)
 
 
 _PERMITS: dict[str, Parameter] = {

@@ -13,8 +13,8 @@ s + eta.
   a free entry that still waits for running groups is stuck.
 
 So finished groups come forward, running ones go back as far as they may, and no group is ever in a
-buffer it is too old for: strict, bound eta, and nothing is dropped. A group that closes untrained
-frees its entry.
+buffer it is too old for: strict, bound eta, and nothing that was granted is dropped. A group that
+closes untrained frees its entry.
 
 Parameters: `staleness` eta (0; PSRL advises 1 to 3), `staleness_buffer_entries` B (512; in a run
 its batch size). `proactive_filter` (None) gives up the running groups of the open step's buffer
@@ -30,7 +30,6 @@ Source: PSRL's `StalenessInventory`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import msgspec
 
@@ -111,7 +110,7 @@ class ReserveOccupyConsume:
         """Until it is obeyed, a group that is to start again is older in the ledger than here."""
         running = {g.group_id: g for g in ledger.running if g.group_id in state.places}
         if self.filter == "truncate":
-            stuck = (g for g in self._stuck(state) if g in running)
+            stuck = [g for g in self._stuck(state) if g in running]
             return tuple(Cancel(g, then="close", reason="cancelled") for g in stuck)
         again = (g for g in running.values() if g.oldest < state.places[g.group_id].start)
         return tuple(Cancel(g.group_id, then="requeue", reason="cancelled") for g in again)
@@ -155,20 +154,23 @@ class ReserveOccupyConsume:
         free = self._free(state, state.open, oldest.number)
         return _with(state, group_id, Place(min(free, default=left), oldest, running=False))
 
-    def _stuck(self, state: Inventory) -> Iterator[str]:
-        """The groups of the open buffer that the filter gives up."""
-        here = {g: p for g, p in state.places.items() if p.buffer <= state.open}
-        running = {g: p for g, p in here.items() if p.running}
-        if len(here) < self.num_entries or len(running) > self.threshold:
-            return iter(())
+    def _stuck(self, state: Inventory) -> list[str]:
+        """The groups of the open step's buffer that the filter gives up."""
+        here = {g: place for g, place in state.places.items() if place.buffer <= state.open}
+        running = {g: place for g, place in here.items() if place.running}
         published = state.published
-        return (g for g, p in running.items() if published is not None and p.start < published)
+        free = len(here) < self.num_entries
+        if published is None or free or len(running) > self.threshold:
+            return []
+        return [g for g, place in running.items() if place.start < published]
 
     def _retry(self, state: Inventory) -> Inventory:
-        for group_id in tuple(self._stuck(state)):
-            assert state.published is not None
-            place = msgspec.structs.replace(state.places[group_id], start=state.published)
-            state = _with(state, group_id, place)
+        published = state.published
+        if published is None:
+            return state
+        for group_id in self._stuck(state):
+            again = msgspec.structs.replace(state.places[group_id], start=published)
+            state = _with(state, group_id, again)
         return state
 
 

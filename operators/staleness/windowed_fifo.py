@@ -18,9 +18,11 @@ Source: torchtitan's RL controller.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from operators.staleness.preset import Count, Preset
 from operators.staleness.stateless import Stateless
-from operators.staleness.types import Choice, Ledger
+from operators.staleness.types import Choice, Ledger, OpenGroup
 
 
 class WindowedFifo(Stateless):
@@ -44,12 +46,16 @@ class WindowedFifo(Stateless):
     def choose(self, state: None, ledger: Ledger) -> Choice:
         late = self.too_old(ledger)
         left = [g for g in ledger.groups if g.group_id not in late]
-        inside = [
-            g.group_id
-            for g in left
-            if g.order < left[0].order + self.window and g.state != "running"
-        ]
-        return Choice(commit=tuple(inside[: ledger.free_slots]), drop=late)
+        commit: list[str] = []
+        while len(commit) < ledger.free_slots and (taken := self._oldest(left)):
+            commit.append(taken.group_id)
+            left.remove(taken)
+        return Choice(commit=tuple(commit), drop=late)
+
+    def _oldest(self, left: Sequence[OpenGroup]) -> OpenGroup | None:
+        """Finished group of the window over what no step has taken."""
+        inside = (g for g in left if g.order < left[0].order + self.window)
+        return next((g for g in inside if g.state != "running"), None)
 
 
 PRESETS = {
