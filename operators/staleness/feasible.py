@@ -55,9 +55,10 @@ class Places:
     def commit(self, slack: int) -> bool:
         """Gives a reserved group a place of the step to come, if those due before it can spare one:
         k and every N(j) with it go down by one, so only what is `left` before its slack does."""
-        if min(self.left[:slack], default=1) < 1:
+        last = min(slack, len(self.left) - 1)
+        if min(self.left[:last], default=1) < 1:
             return False
-        for j in range(min(slack, len(self.left))):
+        for j in range(last):
             self.left[j] -= 1
         return True
 

@@ -11,9 +11,12 @@ the last group of step s is committed, the announced version tells how early tha
 A group of step s was granted when step s - 1 - L was announced. With L one less it is granted one
 step later, and so ready one step later: just in time for a step that filled early. That is why
 early steps lower L and starved ones raise it, and why the two do not chase each other while steps
-take their time evenly. One slow group proves nothing, and a change shows only in groups granted
-after it, so both wait for several steps of the same kind, and for L + 1 steps after a change. While
-engines have requests queued, granting more makes nothing faster: L stays.
+take their time evenly.
+
+Steps are judged by windows of 2(L + 1): groups granted together make L + 1 steps, of which only the
+first need starve, so two starved steps in a window raise L; a window of nothing but early ones
+lowers it. After a change, L + 1 steps still train groups granted before it and are not judged.
+While engines have requests queued, granting more makes nothing faster: L is not raised.
 
 Where weights are announced before the trainer takes its next step (training that waits for its
 publish), no step looks early, and L is only raised.
@@ -28,18 +31,14 @@ import msgspec
 from operators.staleness.types import Announced, Committed, EngineLoad, Event
 
 STARVED_STEPS: Final = 2
-"""In a row, before L is raised: a trainer that waits is what costs most."""
-EARLY_STEPS: Final = 8
-"""In a row, before L is lowered."""
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """lookahead    L
     next_step    that the announced version is trained by
     step         that committed last; `starved`, `early`: as of its last commit
-    num_starved, num_early
-                 steps before it in a row
-    num_settling steps still to close before L is judged
+    num_judged   steps before it in this window, of them num_starved and num_early; negative while
+                 steps are not judged
     queued       engines had requests queued when they were last heard of
     """
 
@@ -48,15 +47,15 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     starved: bool = False
     early: bool = False
+    num_judged: int = 0
     num_starved: int = 0
     num_early: int = 0
-    num_settling: int = 0
     queued: bool = False
 
 
 def started(lookahead: int) -> Pace:
-    """The first steps always starve."""
-    return Pace(lookahead=lookahead, num_settling=lookahead + 1)
+    """The first steps always starve: they are not judged."""
+    return Pace(lookahead=lookahead, num_judged=-(lookahead + 1))
 
 
 def paced(pace: Pace, event: Event, *, least: int, most: int) -> Pace:
@@ -64,7 +63,7 @@ def paced(pace: Pace, event: Event, *, least: int, most: int) -> Pace:
     match event:
         case Announced(version=version):
             return msgspec.structs.replace(pace, next_step=version.number + 1)
-        case EngineLoad(num_queued=num_queued):
+        case EngineLoad(num_queued=num_queued) if pace.queued != (num_queued > 0):
             return msgspec.structs.replace(pace, queued=num_queued > 0)
         case Committed(step=step):
             if step != pace.step and pace.step:
@@ -78,17 +77,21 @@ def paced(pace: Pace, event: Event, *, least: int, most: int) -> Pace:
 
 def _judged(pace: Pace, least: int, most: int) -> Pace:
     """After the step that committed last turned out to be full."""
-    if pace.num_settling:
-        return msgspec.structs.replace(pace, num_settling=pace.num_settling - 1)
-    num_starved = pace.num_starved + 1 if pace.starved else 0
-    num_early = pace.num_early + 1 if pace.early else 0
     lookahead = min(max(pace.lookahead, least), most)
-    if num_starved >= STARVED_STEPS and not pace.queued:
-        lookahead = min(lookahead + 1, most)
-    elif num_early >= EARLY_STEPS:
-        lookahead = max(lookahead - 1, least)
-    if lookahead == pace.lookahead:
-        return msgspec.structs.replace(pace, num_starved=num_starved, num_early=num_early)
+    judged = pace.num_judged + 1
+    if judged <= 0:
+        return msgspec.structs.replace(pace, num_judged=judged)
+    starved, early = pace.num_starved + pace.starved, pace.num_early + pace.early
+    is_over = judged >= 2 * (lookahead + 1)
+    wanted = lookahead
+    if starved >= STARVED_STEPS and not pace.queued:
+        wanted = min(lookahead + 1, most)
+    elif is_over and early == judged:
+        wanted = max(lookahead - 1, least)
+    if wanted != pace.lookahead:
+        judged, starved, early = -(wanted + 1), 0, 0
+    elif is_over:
+        judged, starved, early = 0, 0, 0
     return msgspec.structs.replace(
-        pace, lookahead=lookahead, num_starved=0, num_early=0, num_settling=lookahead + 1
+        pace, lookahead=wanted, num_judged=judged, num_starved=starved, num_early=early
     )

@@ -1,0 +1,733 @@
+"""`deadline`: each rule by hand; the commit rule against its literal reading; what cannot be in
+time against a matching; start times against every order of steps there is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from connectors.records import Cancel, Fork, Version
+from operators.staleness import policy
+from operators.staleness.deadline import mask_below
+from operators.staleness.feasible import infeasible
+from operators.staleness.lineage import lag
+from operators.staleness.types import (
+    Choice,
+    EngineLoad,
+    Ledger,
+    OpenGroup,
+    StalenessPolicy,
+)
+from tests.operators.policy_run import Run, closed_loop, v
+
+
+def run_of(batch_size: int, **parameters: Any) -> Run:
+    run = Run(policy("deadline", **parameters), batch_size)
+    run.publish(0)
+    return run
+
+
+def ledger_of(
+    groups: Sequence[tuple[Version, str]], *, version: Version, batch_size: int, free_slots: int,
+    lineage: dict[int, Fork] | None = None,
+) -> Ledger:  # fmt: skip
+    """Of (oldest version, state), in the order they were granted and arrived in: a, b, c, ..."""
+    return Ledger(
+        version=version,
+        published=version,
+        batch_size=batch_size,
+        free_slots=free_slots,
+        group_size=1,
+        groups=tuple(
+            OpenGroup(
+                group_id=chr(ord("a") + i), partition=0, offset=i, oldest=oldest, newest=oldest,
+                admitted_at=oldest, state="running" if state == "running" else "ready", order=i,
+                ready_order=None if state == "running" else i,
+            )
+            for i, (oldest, state) in enumerate(groups)
+        ),
+        num_granted=len(groups), num_trained=0, num_closed=0, num_unpublished=0,
+        lineage=lineage or {},
+    )  # fmt: skip
+
+
+def chosen(ledger: Ledger, **parameters: Any) -> Choice:
+    subject = policy("deadline", **parameters)
+    return subject.choose(subject.start(), ledger)
+
+
+def cancelled(ledger: Ledger, **parameters: Any) -> list[str]:
+    subject = policy("deadline", **parameters)
+    cancels = subject.cancel(subject.start(), ledger)
+    assert all(cancel == Cancel(cancel.group_id, "close", "stale") for cancel in cancels)
+    return [cancel.group_id for cancel in cancels]
+
+
+# ------------------------------------------------------------------------------------- reserving
+def test_it_grants_lookahead_and_one_steps_until_weights_are_announced() -> None:
+    run = run_of(2, bound=4, lookahead=1)
+    groups = run.grant_all()
+    assert len(groups) == 4
+    for group_id in groups[:2]:
+        run.arrive(group_id)
+    assert len(run.choose().commit) == 2
+    assert (run.version, run.credits()) == (1, 0), "trained, but nobody generates with it"
+    run.publish(1)
+    assert run.credits() == 2
+    run.close(groups[2])
+    assert run.credits() == 3, "a group that failed leaves its place"
+
+
+def test_lookahead_zero_is_synchronous() -> None:
+    run = run_of(3, bound=4, lookahead=0)
+    for number in range(3):
+        groups = run.grant_all()
+        assert len(groups) == 3
+        for group_id in groups:
+            run.arrive(group_id)
+        assert run.choose().commit == tuple(groups)
+        assert run.credits() == 0
+        run.publish(number + 1)
+
+
+def test_what_it_grants_after_the_batch_grew_still_fits() -> None:
+    """bound 1, B from 1 to 4. A group of version 0 is published next: k = 4, and one step may close
+    before a grant under version 0 is due: none may, as version 1 trains already."""
+    run = run_of(1, bound=1, lookahead=1)
+    first, _ = run.grant_all()
+    run.arrive(first)
+    run.choose()
+    run.batch_size = 4
+    assert (run.version, run.published) == (1, 0)
+    # Outstanding are 1 open and 1 unpublished (as Run counts: B of them), 8 may be.
+    assert len(run.grant_all()) == 3, "with the one that is open, the 4 places of this step"
+    assert infeasible(run.ledger(), 1) == ()
+
+
+# --------------------------------------------------------------------------------------- waiting
+def fresh_overtakes_two() -> tuple[Run, list[str], str]:
+    """B = 1, bound 2: a, b and c started at version 0; c was trained, d is granted at version 1 and
+    ready, a and b, due at version 2, still run."""
+    run = run_of(1, bound=2, lookahead=2)
+    a, b, c = run.grant_all()
+    run.arrive(c)
+    assert run.choose().commit == (c,), "any of the three may be the first"
+    run.publish(1)
+    (d,) = run.grant_all()
+    run.arrive(d)
+    return run, [a, b], d
+
+
+def test_a_group_is_held_while_going_on_would_break_the_bound_later() -> None:
+    run, (a, b), d = fresh_overtakes_two()
+    assert run.choose() == Choice(hold=(d,)), "versions 1 and 2 are the last for a and b"
+    run.arrive(b)
+    assert run.choose().commit == (b,)
+    run.publish(2)
+    assert run.choose().hold == (d,)
+    run.arrive(a)
+    assert run.choose().commit == (a,)
+    assert run.choose().commit == (d,)
+    assert run.staleness == [0, 1, 2, 2]
+
+
+class OnlyDueNow:
+    """The naive variant: keeps places back only for groups that are due *now*."""
+
+    def __init__(self, bound: int, lookahead: int) -> None:
+        self._whole = policy("deadline", bound=bound, lookahead=lookahead)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def cancel(self, state: Any, ledger: Ledger) -> tuple[Cancel, ...]:
+        return ()
+
+    def choose(self, state: Any, ledger: Ledger) -> Choice:
+        assert self._whole.bound is not None
+        due = {g.group_id for g in ledger.groups if ledger.age(g) >= self._whole.bound}
+        commit: list[str] = []
+        for group in ledger.arrivals:
+            places = ledger.free_slots - len(commit)
+            if places and (group.group_id in due or places > len(due - set(commit))):
+                commit.append(group.group_id)
+        return Choice(commit=tuple(commit))
+
+
+def test_waiting_only_for_groups_that_are_due_now_breaks_the_bound() -> None:
+    run, (a, b), d = fresh_overtakes_two()
+    run.policy = OnlyDueNow(2, 2)  # type: ignore[assignment]
+    assert run.choose().commit == (d,)
+    run.publish(2)
+    for group_id in (a, b):
+        run.arrive(group_id)
+        run.choose()
+    assert run.staleness == [0, 0, 2, 3]
+
+
+def test_of_several_that_are_ready_the_first_due_go_first() -> None:
+    """B = 1. a, due last, arrived first; trained first, it would leave b and c one step for two."""
+    ledger = ledger_of(
+        [(v(3), "ready"), (v(2), "ready"), (v(2), "ready")], version=v(4), batch_size=1,
+        free_slots=1,
+    )  # fmt: skip
+    assert chosen(ledger, bound=4, lookahead=0).commit == ("b",)
+    assert chosen(replace(ledger, batch_size=3, free_slots=3), lookahead=0).commit == (
+        "b", "c", "a",
+    )  # fmt: skip
+
+
+def test_what_a_full_step_leaves_behind_is_not_called_held() -> None:
+    ledger = ledger_of([(v(0), "ready")] * 3, version=v(0), batch_size=2, free_slots=2)
+    assert chosen(ledger) == Choice(commit=("a", "b"))
+    assert chosen(replace(ledger, free_slots=0)) == Choice()
+
+
+# ------------------------------------------------------------------------------------ infeasible
+def test_a_lowered_bound_drops_what_is_overdue_and_cancels_what_runs_too_long() -> None:
+    run = run_of(1, bound=3, lookahead=3)
+    a, b, c, d = run.grant_all()
+    run.arrive(a)
+    run.choose()
+    run.publish(1)
+    run.arrive(b)
+    run.policy = policy("deadline", bound=0, lookahead=0)
+    # All of version 0 are one behind: none may be trained.
+    assert [g.group_id for g in infeasible(run.ledger(), 0)] == [b, c, d]
+    assert run.choose() == Choice(drop=(b,))
+    run.cancel()
+    assert run.closed == {"stale": 1, "cancelled": 2}
+    assert run.credits() == 1
+
+
+def test_of_groups_that_cannot_all_be_in_time_those_that_run_and_came_last_are_given_up() -> None:
+    """bound 1, B = 2, all start at this version: this step and the next have 4 places for 6."""
+    states = ["running", "running", "running", "ready", "running", "ready"]
+    ledger = ledger_of([(v(5), s) for s in states], version=v(5), batch_size=2, free_slots=2)
+    assert [g.group_id for g in infeasible(ledger, 1)] == ["c", "e"]
+    assert cancelled(ledger, bound=1, lookahead=1) == ["c", "e"]
+    assert chosen(ledger, bound=1, lookahead=1) == Choice(commit=("d", "f"))
+
+
+def test_more_that_arrived_than_can_be_trained_are_dropped_at_once() -> None:
+    ledger = ledger_of([(v(5), "ready")] * 3, version=v(5), batch_size=2, free_slots=2)
+    choice = chosen(ledger, bound=0, lookahead=0)
+    assert choice == Choice(commit=("a", "b"), drop=("c",))
+
+
+def test_an_engine_that_broke_its_promise_costs_only_its_group() -> None:
+    run = run_of(1, bound=1, lookahead=1)
+    a, b = run.grant_all()
+    run.arrive(a)
+    run.choose()
+    run.publish(1)
+    run.arrive(b, oldest=-1)
+    assert run.choose() == Choice(drop=(b,)), "2 behind"
+    assert run.credits() == 2
+
+
+def test_a_late_group_that_runs_holds_nobody_up() -> None:
+    """a is overdue and its cancel under way; b, due later, is not held for it."""
+    ledger = ledger_of(
+        [(v(0), "running"), (v(4), "ready")], version=v(4), batch_size=1, free_slots=1
+    )
+    assert cancelled(ledger, bound=3) == ["a"]
+    assert chosen(ledger, bound=3) == Choice(commit=("b",))
+
+
+def test_a_late_group_that_arrives_fresher_than_its_grant_is_trained() -> None:
+    run = run_of(1, bound=2, lookahead=2)
+    a, b, c = run.grant_all()
+    for group_id in (c, b):
+        run.arrive(group_id)
+        run.choose()
+    run.publish(2)
+    run.policy = policy("deadline", bound=1, lookahead=1)
+    assert cancelled(run.ledger(), bound=1, lookahead=1) == [a]
+    run.arrive(a, oldest=1)
+    assert run.choose().commit == (a,)
+
+
+def test_after_a_rollback_ages_count_the_way_to_the_fork_and_back() -> None:
+    """Back from version 8 to 5. At (1, 6) the groups of (0, 4), (0, 7), (0, 8) and (1, 5) are 2,
+    (6 - 5) + (7 - 5) = 3, 4 and 1 old."""
+    lineage = {1: Fork(parent=0, number=5, reason="rollback")}
+    versions = [Version(0, 4), Version(0, 7), Version(0, 8), Version(1, 5)]
+    ledger = ledger_of(
+        [(version, "ready") for version in versions],
+        version=Version(1, 6), batch_size=4, free_slots=4, lineage=lineage,
+    )  # fmt: skip
+    assert chosen(ledger, bound=3) == Choice(commit=("b", "a", "d"), drop=("c",))
+    running = replace(ledger, groups=tuple(replace(g, state="running") for g in ledger.groups))
+    assert cancelled(running, bound=3) == ["c"]
+    assert cancelled(running, bound=4) == []
+
+
+# ---------------------------------------------------------------------- drop, mask and reweight
+def late_and_fresh() -> Ledger:
+    """At version 6: ready ones of version 0 and 6, one that runs since 0, one ready since 2."""
+    return ledger_of(
+        [(v(0), "ready"), (v(6), "ready"), (v(0), "running"), (v(2), "ready")],
+        version=v(6), batch_size=8, free_slots=8,
+    )  # fmt: skip
+
+
+def test_drop_gives_up_what_is_over_age_and_waits_for_nobody() -> None:
+    assert chosen(late_and_fresh(), at_deadline="drop") == Choice(commit=("d", "b"), drop=("a",))
+    assert cancelled(late_and_fresh(), at_deadline="drop") == ["c"]
+    one_place = replace(late_and_fresh(), free_slots=1)
+    assert chosen(one_place, at_deadline="drop").commit == ("d",), "the oldest that may"
+
+
+def test_mask_trains_what_has_a_token_left_and_waits_for_nobody() -> None:
+    ledger = late_and_fresh()
+    a, *others = ledger.groups
+    half_old = replace(ledger, groups=(replace(a, newest=v(2)), *others))
+    assert chosen(half_old, at_deadline="mask") == Choice(
+        commit=("a", "d", "b"), mask_before=v(2)
+    ), "6 - 4 is the oldest version in time"
+    all_old = replace(ledger, groups=(replace(a, newest=v(1)), *others))
+    assert chosen(all_old, at_deadline="mask") == Choice(
+        commit=("d", "b"), drop=("a",), mask_before=v(2)
+    )
+    assert cancelled(ledger, at_deadline="mask") == []
+
+
+def test_mask_drops_what_no_version_can_part_after_a_rollback() -> None:
+    """At (1, 6) with bound 3, (0, 8) is over age and (0, 4), below it, is not."""
+    lineage = {1: Fork(parent=0, number=5, reason="rollback")}
+    ledger = ledger_of(
+        [(Version(0, 8), "ready"), (Version(0, 4), "ready")],
+        version=Version(1, 6), batch_size=2, free_slots=2, lineage=lineage,
+    )  # fmt: skip
+    assert chosen(ledger, at_deadline="mask", bound=3) == Choice(commit=("b",), drop=("a",))
+    later = replace(ledger, version=Version(1, 9))
+    assert chosen(later, at_deadline="mask", bound=3).mask_before == Version(1, 6)
+
+
+@given(
+    bound=st.integers(0, 5),
+    forks=st.lists(
+        st.tuples(st.integers(0, 6), st.sampled_from(["rollback", "rebuild"])), max_size=3
+    ),
+    ahead=st.integers(0, 8),
+)
+def test_the_mask_parts_tokens_over_age_from_the_others(
+    bound: int, forks: list[tuple[int, Any]], ahead: int
+) -> None:
+    lineage: dict[int, Fork] = {}
+    top, made = 6, []  # the highest version of the incarnation; all versions that ever were
+    first = 0
+    for incarnation, (back, reason) in enumerate(forks):
+        number = top if reason == "rebuild" else max(first, top - back)
+        lineage[incarnation + 1] = Fork(parent=incarnation, number=number, reason=reason)
+        made += [Version(incarnation, n) for n in range(first, top + 1)]
+        first, top = number, number + 6
+    version = Version(len(forks), first + ahead)
+    made += [Version(len(forks), n) for n in range(first, version.number + 1)]
+    ledger = ledger_of([], version=version, batch_size=1, free_slots=1, lineage=lineage)
+    below = mask_below(ledger, bound)
+    over_age = {m for m in made if lag(version, m, lineage) > bound}
+    if below is not None:
+        assert over_age == {m for m in made if m < below}
+    elif over_age:
+        rollbacks = [f.number for f in lineage.values() if f.reason == "rollback"]
+        assert any(version.number - bound <= number for number in rollbacks)
+
+
+def test_reweight_trains_everything_and_is_not_strict() -> None:
+    subject = policy("deadline", at_deadline="reweight", decay=0.5)
+    assert (subject.bound, subject.max_age, subject.decay) == (None, 4, 0.5)  # type: ignore[attr-defined]
+    assert chosen(late_and_fresh(), at_deadline="reweight") == Choice(commit=("a", "d", "b"))
+    assert cancelled(late_and_fresh(), at_deadline="reweight") == []
+
+
+# ------------------------------------------------------- against the literal rule, and a matching
+@st.composite
+def ledgers(draw: st.DrawFn) -> tuple[Ledger, int]:
+    """Any ledger, feasible or not, with a bound."""
+    batch_size = draw(st.integers(1, 4))
+    group = st.tuples(st.integers(-6, 0), st.sampled_from(["running", "ready"]))
+    groups = draw(st.lists(group, max_size=12))
+    ledger = ledger_of(
+        [(v(start), state) for start, state in groups], version=v(0), batch_size=batch_size,
+        free_slots=draw(st.integers(0, batch_size)),
+    )  # fmt: skip
+    return ledger, draw(st.integers(0, 6))
+
+
+def invariant(deadlines: Sequence[int], free_slots: int, batch_size: int) -> bool:
+    """As written, at version 0."""
+    return all(
+        sum(d <= x for d in deadlines) <= free_slots + x * batch_size for x in range(-10, 40)
+        if x >= 0 or any(d <= x for d in deadlines)
+    )  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(ledgers())
+def test_it_commits_exactly_what_the_invariant_allows(drawn: tuple[Ledger, int]) -> None:
+    ledger, bound = drawn
+    late = {g.group_id for g in infeasible(ledger, bound)}
+    choice = chosen(ledger, bound=bound, lookahead=0)
+    deadline = {g.group_id: g.oldest.number + bound for g in ledger.groups}
+    assert set(choice.drop) == {g.group_id for g in ledger.ready if g.group_id in late}
+    left, places = {g: d for g, d in deadline.items() if g not in late}, ledger.free_slots
+    expected = []
+    for group in sorted(ledger.ready, key=lambda g: (deadline[g.group_id], g.ready_order)):
+        without = [d for g, d in left.items() if g != group.group_id]
+        if group.group_id in left and places and invariant(without, places - 1, ledger.batch_size):
+            expected.append(group.group_id)
+            del left[group.group_id]
+            places -= 1
+    assert choice.commit == tuple(expected)
+    held = {g.group_id for g in ledger.ready} - set(expected) - late
+    assert set(choice.hold) == (held if places else set())
+
+
+def matched(ledger: Ledger, bound: int) -> int:
+    """The most groups that can be trained in time: a maximum matching of groups and places by
+    augmenting paths."""
+    places = [0] * ledger.free_slots
+    places += [s + 1 for s in range(len(ledger.groups)) for _ in range(ledger.batch_size)]
+    holder: dict[int, int] = {}
+
+    def place(group: int, tried: set[int]) -> bool:
+        for at, step in enumerate(places):
+            if step > ledger.groups[group].oldest.number + bound or at in tried:
+                continue
+            tried.add(at)
+            if at not in holder or place(holder[at], tried):
+                holder[at] = group
+                return True
+        return False
+
+    return sum(place(group, set()) for group in range(len(ledger.groups)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(ledgers())
+def test_it_gives_up_as_few_as_can_be_and_the_rest_fit(drawn: tuple[Ledger, int]) -> None:
+    ledger, bound = drawn
+    late = infeasible(ledger, bound)
+    assert len(late) == len(ledger.groups) - matched(ledger, bound)
+    rest = [g.oldest.number + bound for g in ledger.groups if g not in late]
+    assert invariant(rest, ledger.free_slots, ledger.batch_size)
+
+
+@settings(max_examples=80, deadline=None)
+@given(ledgers())
+def test_training_what_is_in_time_changes_nothing_about_who_is_late(
+    drawn: tuple[Ledger, int],
+) -> None:
+    ledger, bound = drawn
+    late = infeasible(ledger, bound)
+    choice = chosen(ledger, bound=bound, lookahead=0)
+    after = replace(
+        ledger,
+        groups=tuple(g for g in ledger.groups if g.group_id not in choice.commit),
+        free_slots=ledger.free_slots - len(choice.commit),
+    )
+    assert infeasible(after, bound) == late
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch_size=st.integers(1, 4),
+    bound=st.integers(0, 4),
+    back=st.integers(0, 4),
+    seed=st.integers(0, 2**20),
+)
+def test_the_invariant_holds_whatever_happens_in_whatever_order(
+    batch_size: int, bound: int, back: int, seed: int
+) -> None:
+    run, chance = (
+        run_of(batch_size, bound=bound, lookahead=max(0, bound - back)),
+        random.Random(seed),
+    )
+    for _ in range(100):
+        act = chance.choice(["grant", "arrive", "arrive", "arrive", "fail", "choose", "publish"])
+        running = [g for g in run.open.values() if g.state == "running"]
+        if act == "grant" and run.credits():
+            for _ in range(chance.randint(1, run.credits())):
+                run.grant()
+        elif act == "arrive" and running:
+            group = chance.choice(running)
+            run.arrive(group.group_id, chance.randint(group.oldest.number, run.published))
+        elif act == "fail" and running:
+            run.close(chance.choice(running).group_id)
+        elif act == "choose":
+            assert run.choose().drop == ()
+        elif act == "publish" and run.published < run.version:
+            run.publish(chance.randint(run.published + 1, run.version))
+        ledger = run.ledger()
+        deadlines = [g.oldest.number + bound - run.version for g in ledger.groups]
+        assert invariant(deadlines, ledger.free_slots, batch_size)
+        assert infeasible(ledger, bound) == ()
+    assert max(run.staleness, default=0) <= bound
+
+
+# ----------------------------------------------------------- against every order of steps there is
+def every_schedule(
+    jobs: Sequence[tuple[int, int]], batch_size: int, train: int, step: int = 0, start: int = 0
+) -> Iterator[tuple[int, ...]]:
+    """The start times of each way to train all of `jobs` (ready at, last step), B a step, in time;
+    a step takes `train`."""
+    if not jobs:
+        yield ()
+        return
+    for batch in itertools.combinations(range(len(jobs)), batch_size):
+        if any(jobs[j][1] < step for j in batch):
+            continue
+        begins = max(start, *(jobs[j][0] for j in batch))
+        rest = [job for j, job in enumerate(jobs) if j not in batch]
+        for later in every_schedule(rest, batch_size, train, step + 1, begins + train):
+            yield (begins, *later)
+
+
+def start_times(
+    subject: StalenessPolicy[Any], jobs: Sequence[tuple[int, int]], batch_size: int, train: int
+) -> list[int]:
+    """Those of the policy, which sees a job's deadline but not when it will be ready. The next step
+    fills while one trains."""
+    assert subject.bound is not None
+    open_ = {
+        str(i): OpenGroup(
+            group_id=str(i), partition=0, offset=i, oldest=v(last - subject.bound), newest=None,
+            admitted_at=v(last - subject.bound), state="running", order=i,
+        )
+        for i, (_, last) in enumerate(jobs)
+    }  # fmt: skip
+    starts: list[int] = []
+    committed, free_at, full_at = 0, 0, None
+    for now in range(200):
+        for order, (ready_at, _) in enumerate(jobs):
+            if ready_at == now:
+                open_[str(order)] = replace(open_[str(order)], state="ready", ready_order=order)
+        while True:
+            if full_at is not None and now >= free_at:
+                starts.append(now)
+                free_at, full_at = now + train, None
+            if full_at is not None or not open_:
+                break
+            ledger = replace(
+                ledger_of([], version=v(len(starts)), batch_size=batch_size,
+                          free_slots=batch_size - committed),
+                groups=tuple(open_.values()),
+            )  # fmt: skip
+            choice = subject.choose(subject.start(), ledger)
+            assert choice.drop == ()
+            for group_id in choice.commit:
+                assert jobs[int(group_id)][1] >= len(starts), "beyond its deadline"
+                del open_[group_id]
+            committed += len(choice.commit)
+            if committed < batch_size:
+                break
+            committed, full_at = 0, now
+    return starts
+
+
+def check_start_times(seed: int, num_instances: int) -> int:
+    """How many of the instances can be trained in time."""
+    chance, num_feasible = random.Random(seed), 0
+    for _ in range(num_instances):
+        batch_size, num_steps = chance.choice([(1, 4), (1, 5), (2, 3), (3, 2), (2, 4)])
+        train = chance.randint(1, 4)
+        jobs = [
+            (chance.randint(0, 12), chance.randint(0, num_steps))
+            for _ in range(batch_size * num_steps)
+        ]
+        schedules = list(every_schedule(jobs, batch_size, train))
+        if not schedules:
+            continue
+        num_feasible += 1
+        best = [min(times) for times in zip(*schedules, strict=True)]
+        subject = policy("deadline", bound=num_steps, lookahead=0)
+        assert start_times(subject, jobs, batch_size, train) == best, jobs
+    return num_feasible
+
+
+def test_no_step_starts_later_than_under_the_best_order_there_is() -> None:
+    assert check_start_times(seed=0, num_instances=300) > 30
+
+
+# ------------------------------------------------------------------------------------ closed loops
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    batch_size=st.integers(1, 4),
+    bound=st.integers(0, 4),
+    lookahead=st.integers(0, 4),
+    auto=st.booleans(),
+    at_deadline=st.sampled_from(["wait", "drop", "mask", "reweight"]),
+)
+def test_it_never_stalls_and_keeps_its_promise_in_random_loops(
+    seed: int, batch_size: int, bound: int, lookahead: int, auto: bool, at_deadline: str
+) -> None:
+    subject = policy(
+        "deadline", bound=bound, lookahead="auto" if auto else min(lookahead, bound),
+        at_deadline=at_deadline,
+    )  # fmt: skip
+    result = closed_loop(
+        subject, random.Random(seed), batch_size=batch_size, num_steps=15, num_slow=3,
+        failures=0.1,
+    )  # fmt: skip
+    assert not result.stalled
+    if at_deadline in ("wait", "drop"):
+        assert result.max_staleness <= bound
+    if at_deadline in ("wait", "reweight"):
+        assert set(result.closed) <= {"reward_failed"}, "it gave up a group it had granted"
+
+
+# ---------------------------------------------------------------------------------------- settings
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"bound": -1}, "bound must be an integer of at least 0, got -1"),
+        ({"bound": 1}, "lookahead must be at most the bound, got lookahead 2 and bound 1"),
+        (
+            {"bound": 3, "lookahead": 4},
+            "lookahead must be at most the bound, got lookahead 4 and bound 3",
+        ),
+        ({"lookahead": -1}, "lookahead must be an integer of at least 0 or 'auto', got -1"),
+        ({"lookahead": "all"}, "lookahead must be an integer of at least 0 or 'auto', got 'all'"),
+        (
+            {"at_deadline": "hold"},
+            "at_deadline must be one of 'wait', 'mask', 'drop', 'reweight', got 'hold'",
+        ),
+        ({"decay": 1.5}, "decay must be a number of at least 0 and at most 1, got 1.5"),
+        ({"eta": 4}, "unknown parameter 'eta', did you mean 'decay'?"),
+    ],
+)
+def test_a_wrong_setting_is_one_clear_line(parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^deadline: {re.escape(message)}$"):
+        policy("deadline", **parameters)
+
+
+def test_its_defaults_and_what_an_audit_can_ask() -> None:
+    subject = policy("deadline")
+    assert (subject.bound, subject.unit, subject.auditable) == (4, "group", True)
+    assert subject.lookahead == 2  # type: ignore[attr-defined]
+    assert not policy("deadline", lookahead="auto").auditable
+
+
+# --------------------------------------------------------------------------------- lookahead auto
+def timed_loop(
+    subject: StalenessPolicy[Any], *, batch_size: int, generate: float, train: float,
+    publish: float, num_steps: int, jitter: float = 0.0, queued: int = 0,
+) -> tuple[list[int], list[float], Run]:  # fmt: skip
+    """Every group takes `generate` seconds, give or take `jitter` of it, a step `train`, until
+    engines hold its weights `publish` more. L at each step, and how long the trainer waited for
+    it."""
+    run, chance = Run(subject, batch_size), random.Random(1)
+    if queued:
+        run.observe(EngineLoad(num_running=1, num_queued=queued, kv_use=0.0))
+    run.publish(0)
+    now, free_at, waits, lookaheads = 0.0, 0.0, [], []
+    full = False
+    due: list[tuple[float, int, str]] = []  # (when, kind: 0 arrival, 1 publish, 2 step end; what)
+    while len(waits) < num_steps:
+        moved = True
+        while moved:
+            moved = False
+            if not full:
+                before = run.version
+                moved = bool(run.choose().commit)
+                full = run.version > before
+            if full and now >= free_at:
+                waits.append(now - free_at)
+                lookaheads.append(run.state.lookahead)
+                free_at, full, moved = now + train, False, True
+                due += [(free_at, 2, ""), (free_at + publish, 1, str(run.version))]
+            for group_id in run.grant_all():
+                seconds = generate * (1 + jitter * chance.uniform(-1, 1))
+                due.append((now + seconds, 0, group_id))
+        event = min(due)
+        due.remove(event)
+        now = event[0]
+        if event[1] == 0:
+            run.arrive(event[2])
+        elif event[1] == 1:
+            run.publish(int(event[2]))
+    return lookaheads, waits, run
+
+
+def test_auto_raises_the_lookahead_while_the_trainer_starves_and_no_further() -> None:
+    """A group takes 2.5 steps' time and a tenth of one until its grant is announced: L = 3 is the
+    least with which no step waits (granted when step s - 4 is announced, needed 3 - 0.1 later)."""
+    subject = policy("deadline", bound=8, lookahead="auto")
+    lookaheads, waits, run = timed_loop(
+        subject, batch_size=4, generate=25.0, train=10.0, publish=1.0, num_steps=60
+    )
+    assert lookaheads[0] == 1
+    assert lookaheads[-30:] == [3] * 30
+    assert waits[-30:] == [0.0] * 30
+    assert max(run.staleness) <= 8
+
+
+def test_auto_lowers_the_lookahead_while_slots_idle_and_no_further() -> None:
+    """As above, from L = 6, which a run before may have needed."""
+    subject = policy("deadline", bound=8, lookahead="auto")
+    start = subject.start
+    subject.start = lambda: msgspec.structs.replace(start(), lookahead=6)  # type: ignore[method-assign]
+    lookaheads, waits, _ = timed_loop(
+        subject, batch_size=4, generate=25.0, train=10.0, publish=1.0, num_steps=90
+    )
+    assert lookaheads[0] == 6
+    assert lookaheads[-30:] == [3] * 30
+    assert sum(waits[1:]) == 0.0, "no step but the first waits for it"
+
+
+def test_auto_stays_between_one_and_the_bound() -> None:
+    starving = policy("deadline", bound=2, lookahead="auto")
+    lookaheads, _, run = timed_loop(
+        starving, batch_size=2, generate=90.0, train=10.0, publish=1.0, num_steps=30
+    )
+    assert (max(lookaheads), lookaheads[-1]) == (2, 2)
+    assert max(run.staleness) <= 2
+    idle = policy("deadline", bound=4, lookahead="auto")
+    lookaheads, _, _ = timed_loop(
+        idle, batch_size=2, generate=1.0, train=10.0, publish=1.0, num_steps=30
+    )
+    assert set(lookaheads) == {1}
+    assert policy("deadline", bound=0, lookahead="auto").start().lookahead == 0
+
+
+def test_auto_does_not_grant_more_while_engines_have_a_queue() -> None:
+    subject = policy("deadline", bound=8, lookahead="auto")
+    lookaheads, _, _ = timed_loop(
+        subject, batch_size=4, generate=25.0, train=10.0, publish=1.0, num_steps=30, queued=3
+    )
+    assert set(lookaheads) == {1}
+
+
+def test_auto_settles_though_groups_take_unequal_time() -> None:
+    subject = policy("deadline", bound=8, lookahead="auto")
+    lookaheads, waits, run = timed_loop(
+        subject, batch_size=8, generate=25.0, train=10.0, publish=1.0, num_steps=150, jitter=0.6
+    )
+    assert set(lookaheads[50:]) <= {3, 4, 5}
+    assert sum(waits[50:]) < 0.02 * 100 * 10.0
+    assert max(run.staleness) <= 8
+
+
+def test_a_run_goes_on_under_another_lookahead_and_a_lower_bound() -> None:
+    """Its state in the checkpoint is of the same shape."""
+    run = run_of(1, bound=8, lookahead="auto")
+    run.state = msgspec.structs.replace(run.state, lookahead=6)
+    assert run.credits() == 7
+    run.policy = policy("deadline", bound=8, lookahead=3)
+    assert run.credits() == 4
+    run.policy = policy("deadline", bound=2, lookahead="auto")
+    assert run.credits() == 3
+    kept = msgspec.to_builtins(policy("deadline", lookahead=3).start())
+    assert msgspec.convert(kept, type=type(run.state)).lookahead == 3
