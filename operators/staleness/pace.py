@@ -3,7 +3,8 @@
 Step s trains after step s - 1; step s - 2's weights are announced while step s - 1 trains. So when
 the last group of step s is committed, the announced version tells how early that was:
 
-  weights of step s - 1 announced       the trainer stands still: starved
+  weights of step s - 1 announced       the trainer stands still: starved, unless groups were ready
+                                        then and held for older ones, which more grants do not end
   weights of step s - 2 announced       in time
   not even those: they are on their     early: full as soon as it could begin to fill, a whole step
   way to the engines                    before the trainer wants it; slots idle
@@ -28,14 +29,23 @@ from typing import Final
 
 import msgspec
 
-from operators.staleness.types import Announced, Committed, EngineLoad, Event
+from operators.staleness.types import (
+    Announced,
+    Arrived,
+    Closed,
+    Committed,
+    EngineLoad,
+    Event,
+)
 
 STARVED_STEPS: Final = 2
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """lookahead    L
-    next_step    that the announced version is trained by
+    ready        groups that arrived and were not committed
+    next_step    that the announced version is trained by; `held`: groups were ready when it was
+                 announced
     step         that committed last; `starved`, `early`: as of its last commit
     num_judged   steps before it in this window, of them num_starved and num_early; negative while
                  steps are not judged
@@ -43,7 +53,9 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     lookahead: int
+    ready: dict[str, None] = {}
     next_step: int = 0
+    held: bool = False
     step: int = 0
     starved: bool = False
     early: bool = False
@@ -61,18 +73,32 @@ def started(lookahead: int) -> Pace:
 def paced(pace: Pace, event: Event, *, least: int, most: int) -> Pace:
     """The pace after `event`; L stays between `least` and `most`."""
     match event:
+        case Arrived(group_id=group_id):
+            return msgspec.structs.replace(pace, ready={**pace.ready, group_id: None})
+        case Closed(group_id=group_id) if group_id in pace.ready:
+            return msgspec.structs.replace(pace, ready=_without(pace.ready, group_id))
         case Announced(version=version):
-            return msgspec.structs.replace(pace, next_step=version.number + 1)
+            return msgspec.structs.replace(
+                pace, next_step=version.number + 1, held=bool(pace.ready)
+            )
         case EngineLoad(num_queued=num_queued) if pace.queued != (num_queued > 0):
             return msgspec.structs.replace(pace, queued=num_queued > 0)
-        case Committed(step=step):
+        case Committed(group_id=group_id, step=step):
             if step != pace.step and pace.step:
                 pace = _judged(pace, least, most)
             return msgspec.structs.replace(
-                pace, step=step, starved=pace.next_step >= step, early=pace.next_step < step - 1
+                pace,
+                ready=_without(pace.ready, group_id),
+                step=step,
+                starved=pace.next_step >= step and not pace.held,
+                early=pace.next_step < step - 1,
             )
         case _:
             return pace
+
+
+def _without(ready: dict[str, None], group_id: str) -> dict[str, None]:
+    return {known: None for known in ready if known != group_id}
 
 
 def _judged(pace: Pace, least: int, most: int) -> Pace:

@@ -21,7 +21,11 @@ from operators.staleness.deadline import mask_below
 from operators.staleness.feasible import infeasible
 from operators.staleness.lineage import lag
 from operators.staleness.types import (
+    Announced,
+    Arrived,
     Choice,
+    Closed,
+    Committed,
     EngineLoad,
     Ledger,
     OpenGroup,
@@ -700,6 +704,42 @@ def test_auto_stays_between_one_and_the_bound() -> None:
     )
     assert set(lookaheads) == {1}
     assert policy("deadline", bound=0, lookahead="auto").start().lookahead == 0
+
+
+def looked_ahead(num_steps: int, *, announced: int, held: bool = False, start: int = 1) -> int:
+    """L after steps of one group each, committed when the version `announced` steps before the one
+    they train at was the last announced; `held`: a group was ready by then that is never
+    committed."""
+    subject = policy("deadline", bound=4, lookahead="auto")
+    state = msgspec.structs.replace(subject.start(), lookahead=start)
+    if held:
+        state = subject.observe(state, Arrived("held", v(0), v(0)))
+    for step in range(1, num_steps + 1):
+        if step - 1 - announced >= 0:
+            state = subject.observe(state, Announced(v(step - 1 - announced)))
+        state = subject.observe(state, Arrived(f"g{step}", v(0), v(0)))
+        state = subject.observe(state, Committed(f"g{step}", step))
+    if held:
+        state = subject.observe(state, Closed("held", "stale"))
+    assert state.ready == {}
+    return int(state.lookahead)
+
+
+def test_auto_counts_a_step_as_starved_early_or_neither() -> None:
+    """A step is judged when the next one begins; of the first 2 at L = 1 none is. Two starved ones
+    raise L, 2 (3 + 1) early ones lower it from 3."""
+    assert looked_ahead(4, announced=0) == 1
+    assert looked_ahead(5, announced=0) == 2
+    assert looked_ahead(40, announced=1) == 1, "in time"
+    assert looked_ahead(40, announced=1, start=3) == 3
+    assert looked_ahead(2 + 8, announced=2, start=3) == 3
+    assert looked_ahead(2 + 8 + 1, announced=2, start=3) == 2
+
+
+def test_auto_grants_no_more_when_the_trainer_waits_for_old_groups_and_fresh_ones_are_held() -> (
+    None
+):
+    assert looked_ahead(40, announced=0, held=True) == 1
 
 
 def test_auto_does_not_grant_more_while_engines_have_a_queue() -> None:
