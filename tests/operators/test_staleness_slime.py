@@ -119,12 +119,12 @@ def test_random_orders_never_stall_it_and_do_age_groups_without_end() -> None:
     chance = random.Random(7)
     oldest = 0
     for _ in range(200):
-        batch_size = chance.randint(1, 4)
+        batch_size = chance.randint(1, 3)
         result = closed_loop(
             slime(chance.randint(1, 2 * batch_size)),
             chance,
             batch_size=batch_size,
-            num_steps=15,
+            num_steps=8,
             num_slow=1,
             failures=chance.choice([0.0, 0.2]),
         )
