@@ -6,62 +6,67 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 from deploy.simulate.clock import Clock
-from deploy.simulate.engines import Engine, Sequence
+from deploy.simulate.engines import Engine, Request, Runs
 from deploy.simulate.workload import Workload
 
 
 class Fleet:
-    """`ended` is called with each sequence that comes to its end; it says whether that concerns
-    anybody but engines."""
+    """`ended` is called with each sample that comes to its end, by its request, and with what it
+    decoded; it says whether that concerns anybody but engines."""
 
-    def __init__(self, workload: Workload, clock: Clock, ended: Callable[[Sequence], bool]) -> None:
+    def __init__(
+        self, workload: Workload, clock: Clock, ended: Callable[[Request, Runs], bool]
+    ) -> None:
         self.versions: list[int] = []
         stays = itertools.count()
         self.engines = [Engine(workload, self.versions, stays) for _ in range(workload.num_engines)]
         self._clock = clock
         self._ended = ended
-        self._line: OrderedDict[Sequence, None] = OrderedDict()
+        self._line: OrderedDict[Request, None] = OrderedDict()
         self._restarts = workload.inflight == "restart"
         self._num_preempted = 0
 
     @property
     def num_running(self) -> int:
-        return sum(len(engine.running) for engine in self.engines)
+        return sum(engine.num_running for engine in self.engines)
 
     @property
     def num_queued(self) -> int:
-        return len(self._line)
+        return sum(len(request.lefts) for request in self._line)
 
     def busy_s(self) -> float:
-        """Seconds that slots ran a sequence, all slots together."""
+        """Seconds that slots ran a sample, all slots together."""
         for engine in self.engines:
             engine.advance(self._clock.now)
         return sum(engine.busy_s for engine in self.engines)
 
     def kv_use(self) -> float:
-        """Share of its KV cache that the fullest one uses."""
-        for engine in self.engines:
-            engine.advance(self._clock.now)
-        return max(engine.kv_use() for engine in self.engines)
+        """Share of its KV cache that the fullest engine uses."""
+        return max(engine.kv_use(self._clock.now) for engine in self.engines)
 
     def take_num_preempted(self) -> int:
-        """Sequences preempted since this was last asked."""
+        """Samples preempted since this was last asked."""
         taken, self._num_preempted = self._num_preempted, 0
         return taken
 
-    def submit(self, sequence: Sequence) -> None:
-        self._line[sequence] = None
-        self._fill()
+    def submit(self, request: Request) -> None:
+        if self._line or not self._start(request):
+            self._line[request] = None
 
-    def withdraw(self, sequence: Sequence) -> None:
-        """Off its engine or out of the line; its `runs` say what it decoded."""
-        if sequence.engine is not None:
-            sequence.engine.stop(sequence, self._clock.now)
-            self._fill()
-        else:
-            self._line.pop(sequence, None)
+    def withdraw(self, group: Any) -> list[Request]:
+        """Takes all requests of the group off their engines and out of the line."""
+        found = [request for request in self._line if request.group is group]
+        for request in found:
+            del self._line[request]
+        for engine in self.engines:
+            for request in [request for request in engine.running if request.group is group]:
+                engine.stop(request, self._clock.now)
+                found.append(request)
+        self._fill()
+        return found
 
     def hold(self, version: int) -> int:
         """All engines hold these weights. The number of tokens lost, where new weights restart
@@ -81,10 +86,10 @@ class Fleet:
             if engine.overflows:
                 self._preempt(engine)
                 continue
-            sequence = engine.finish(engine.next_at)
+            request, runs = engine.finish(self._clock.now)
             if self._line:
                 self._fill()
-            if self._ended(sequence):
+            if self._ended(request, runs):
                 break
         return happened
 
@@ -96,36 +101,42 @@ class Fleet:
         return found
 
     def _preempt(self, engine: Engine) -> None:
-        """What started last waits, first in line."""
-        sequence = next(reversed(engine.running))
-        engine.stop(sequence, self._clock.now)
+        """What it takes off waits first in line."""
+        request = engine.preempt(self._clock.now)
         self._num_preempted += 1
-        self._line[sequence] = None
-        self._line.move_to_end(sequence, last=False)
+        self._line[request] = None
+        self._line.move_to_end(request, last=False)
         self._fill()
 
     def _restart(self) -> int:
         now = self._clock.now
-        num_lost = sum(sequence.forget() for sequence in self._line)
+        num_lost = sum(request.forget() for request in self._line)
         for engine in self.engines:
             running = tuple(engine.running)
-            for sequence in running:
-                engine.stop(sequence, now)
-                num_lost += sequence.forget()
-            for sequence in running:
-                engine.start(sequence, now)
+            for request in running:
+                engine.stop(request, now)
+                num_lost += request.forget()
+            for request in running:
+                engine.start(request, now)
         return num_lost
 
     def _fill(self) -> None:
-        """Starts the line in order, each on the engine that runs least."""
-        now = self._clock.now
-        while self._line:
-            sequence, found = next(iter(self._line)), None
+        """Starts the line in order."""
+        while self._line and self._start(first := next(iter(self._line))):
+            del self._line[first]
+
+    def _start(self, request: Request) -> bool:
+        """Whether all its samples found room: on the engine that runs least of those that have
+        some, the rest on the next one."""
+        while True:
+            found = None
             for engine in self.engines:
-                less = found is None or len(engine.running) < len(found.running)
-                if less and engine.has_room(sequence, now):
-                    found = engine
+                less = found is None or engine.num_running < found.num_running
+                if less and (fitting := engine.num_fitting(request.context, self._clock.now)):
+                    found, num_samples = engine, fitting
             if found is None:
-                return
-            del self._line[sequence]
-            found.start(sequence, now)
+                return False
+            if num_samples >= len(request.lefts):
+                found.start(request, self._clock.now)
+                return True
+            found.start(request.split(num_samples), self._clock.now)

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from deploy.simulate.clock import Action, Clock
-from deploy.simulate.engines import Sequence
+from deploy.simulate.engines import Request, Runs
 from deploy.simulate.fleet import Fleet
 from deploy.simulate.workload import Workload
 
@@ -25,19 +25,20 @@ UNBORN: Final = sys.maxsize
 """Version of what has not begun."""
 
 
-class Request(NamedTuple):
-    """Turns up to the next tool call, or a slice of them; then a pause away from the engine."""
+class Turn(NamedTuple):
+    """What an engine is asked for at once, up to the next tool call or the end of a slice; then a
+    pause away from it."""
 
     tokens: int
     pause_s: float
 
 
 class Prompt(NamedTuple):
-    """trajectories  what each of the group asks of engines, in order
+    """trajectories  the turns of each
     slow             how many times as long its tokens take
     """
 
-    trajectories: tuple[tuple[Request, ...], ...]
+    trajectories: tuple[tuple[Turn, ...], ...]
     slow: float
     fails: bool
 
@@ -51,7 +52,7 @@ def prompts(workload: Workload, seed: int) -> Iterator[Prompt]:
         failures = (failure_rng.random(DRAWN_AT_ONCE) < workload.failure_rate).tolist()
         for at, fails in enumerate(failures):
             group = lengths[at * n : at * n + n]
-            trajectories = tuple(_requests(workload, length, pause_rng) for length in group)
+            trajectories = tuple(_turns(workload, length, pause_rng) for length in group)
             yield Prompt(trajectories, _slowness(workload, number), fails)
             number += 1
 
@@ -63,11 +64,11 @@ def _slowness(workload: Workload, number: int) -> float:
     return cohorts.factor
 
 
-def _requests(workload: Workload, length: int, rng: np.random.Generator) -> tuple[Request, ...]:
+def _turns(workload: Workload, length: int, rng: np.random.Generator) -> tuple[Turn, ...]:
     tools = workload.tools
     if tools is None:
         return _sliced(workload, length, 0.0)
-    found: list[Request] = []
+    found: list[Turn] = []
     begin = 0
     for end in range(tools.turn_tokens, length, tools.turn_tokens):
         if rng.random() < tools.chance:
@@ -76,11 +77,11 @@ def _requests(workload: Workload, length: int, rng: np.random.Generator) -> tupl
     return (*found, *_sliced(workload, length - begin, 0.0))
 
 
-def _sliced(workload: Workload, length: int, pause_s: float) -> tuple[Request, ...]:
+def _sliced(workload: Workload, length: int, pause_s: float) -> tuple[Turn, ...]:
     if workload.inflight != "slices" or length <= workload.slice_tokens:
-        return (Request(length, pause_s),)
+        return (Turn(length, pause_s),)
     num_whole, rest = divmod(length - 1, workload.slice_tokens)
-    return (Request(workload.slice_tokens, 0.0),) * num_whole + (Request(rest + 1, pause_s),)
+    return (Turn(workload.slice_tokens, 0.0),) * num_whole + (Turn(rest + 1, pause_s),)
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +90,7 @@ class Rollout:
 
     num_left  trajectories that are not through
     oldest    version at the first prefill of any
-    tokens    number by version, of requests that are through
+    tokens    number by version, of turns that are through
     over      it ended or was given up: what is still due of it is void
     """
 
@@ -98,17 +99,16 @@ class Rollout:
     num_left: int
     oldest: int = UNBORN
     tokens: Counter[int] = field(default_factory=Counter)
-    trajectories: list[Trajectory] = field(default_factory=list)
     over: bool = False
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Trajectory(Sequence):
-    """`pause_s`: after the request at hand; `rest`: those after it."""
+class TurnRequest(Request):
+    """`ends_at`: the context at its end; `pause_s`: after it; `rest`: turns after that."""
 
-    rollout: Rollout
+    ends_at: int
     pause_s: float
-    rest: Iterator[Request]
+    rest: tuple[Turn, ...]
 
 
 class Rollouts:
@@ -123,7 +123,7 @@ class Rollouts:
         scored: Callable[[Rollout], None],
         capped: Callable[[Rollout], None],
     ) -> None:
-        self.fleet = Fleet(workload, clock, self._request_ended)
+        self.fleet = Fleet(workload, clock, self._ended)
         self._workload = workload
         self._clock = clock
         self._scored = scored
@@ -131,19 +131,15 @@ class Rollouts:
 
     def start(self, group_id: str, prompt: Prompt) -> Rollout:
         rollout = Rollout(group_id, prompt, len(prompt.trajectories))
-        for requests in prompt.trajectories:
-            rest = iter(requests)
-            first = next(rest)
-            trajectory = Trajectory(
-                context=self._workload.prompt_tokens,
-                left=first.tokens,
-                slow=prompt.slow,
-                rollout=rollout,
-                pause_s=first.pause_s,
-                rest=rest,
+        context, turns = self._workload.prompt_tokens, prompt.trajectories
+        if all(len(of_one) == 1 for of_one in turns):
+            lengths = [only.tokens for (only,) in turns]
+            self.fleet.submit(
+                Request(group=rollout, context=context, lefts=lengths, slow=prompt.slow)
             )
-            rollout.trajectories.append(trajectory)
-            self.fleet.submit(trajectory)
+        else:
+            for of_one in turns:
+                self._ask(rollout, context, of_one)
         cap_s = self._workload.time_cap_s
         if cap_s is not None:
             self._clock.later(cap_s, lambda: self._cap(rollout))
@@ -153,21 +149,36 @@ class Rollouts:
         """Gives it up, generated or not; the number of tokens it had."""
         rollout.over = True
         if rollout.num_left:
-            for trajectory in rollout.trajectories:
-                self.fleet.withdraw(trajectory)
-                _count(trajectory)
+            for request in self.fleet.withdraw(rollout):
+                for version, num_tokens in request.runs:
+                    rollout.tokens[version] += num_tokens * len(request.lefts)
         return rollout.tokens.total()
 
-    def _request_ended(self, trajectory: Sequence) -> bool:
-        """False if the group is not through and nothing is due of this trajectory."""
-        assert isinstance(trajectory, Trajectory)
-        _count(trajectory)
-        rollout = trajectory.rollout
-        request = next(trajectory.rest, None)
-        if request is not None:
-            pause_s, trajectory.pause_s = trajectory.pause_s, request.pause_s
-            trajectory.left = request.tokens
-            self._after(rollout, pause_s, lambda: self.fleet.submit(trajectory))
+    def _ask(self, rollout: Rollout, context: int, turns: tuple[Turn, ...]) -> None:
+        """For the first of the turns."""
+        (tokens, pause_s), *rest = turns
+        self.fleet.submit(
+            TurnRequest(
+                group=rollout,
+                context=context,
+                lefts=[tokens],
+                slow=rollout.prompt.slow,
+                ends_at=context + tokens,
+                pause_s=pause_s,
+                rest=tuple(rest),
+            )
+        )
+
+    def _ended(self, request: Request, runs: Runs) -> bool:
+        """False if there is more of the group and nothing follows on this sample's end."""
+        rollout: Rollout = request.group
+        for version, num_tokens in runs:
+            rollout.tokens[version] += num_tokens
+        if request.first is not None and request.first < rollout.oldest:
+            rollout.oldest = request.first
+        if isinstance(request, TurnRequest) and request.rest:
+            context, rest = request.ends_at, request.rest
+            self._after(rollout, request.pause_s, lambda: self._ask(rollout, context, rest))
             return True
         rollout.num_left -= 1
         if rollout.num_left:
@@ -182,14 +193,3 @@ class Rollouts:
     def _cap(self, rollout: Rollout) -> None:
         if rollout.num_left and not rollout.over:
             self._capped(rollout)
-
-
-def _count(trajectory: Trajectory) -> None:
-    """What its request decoded is the group's."""
-    rollout = trajectory.rollout
-    for version, num_tokens in trajectory.runs:
-        rollout.tokens[version] += num_tokens
-    if trajectory.first is not None and trajectory.first < rollout.oldest:
-        rollout.oldest = trajectory.first
-    trajectory.runs.clear()
-    trajectory.first = None
