@@ -162,12 +162,19 @@ class Task(Section):
 
 
 class Staleness(Section):
-    policy: str = "n-step-off"
+    policy: str = "deadline"
     bound: int | None = Field(None, ge=0)
-    lookahead: int | Literal["auto"] = 1
-    at_deadline: Literal["wait", "mask", "drop", "reweight"] = "wait"
+    """Steps that a trained token may be old: the parameter of `deadline` (4 if left out); of other
+    policies it follows from theirs, and must be this."""
+    lookahead: int | Literal["auto"] | None = None
+    """Steps ahead that prompts are granted: of `deadline` (2 if left out, at most the bound; "auto"
+    finds it while the run goes on) and `n-step-off`."""
+    at_deadline: Literal["wait", "mask", "drop", "reweight"] | None = None
+    """Of `deadline`: what becomes of a group that is not ready in time (`wait` if left out)."""
     time_cap_s: float | None = Field(None, gt=0)
+    """A group whose rollout takes longer is closed."""
     parameters: dict[str, Any] = {}
+    """Of the policy, under its own names."""
 
 
 class Rollout(Section):
@@ -305,7 +312,6 @@ class Config(Section):
         """Keys that have their name and one value; refusing the others beats ignoring them."""
         return {
             "run.launcher": ("local", self.run.launcher),
-            "staleness.at_deadline": ("wait", self.staleness.at_deadline),
             "rollout.inflight": ("keep", self.rollout.inflight),
             "rollout.slice_tokens": (256, self.rollout.slice_tokens),
             "rollout.oversample": (0, self.rollout.oversample),

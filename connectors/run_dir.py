@@ -12,6 +12,7 @@ rename.
     RUN/roles/           one JSON a role: name, pid, url, started_at, restarts
     RUN/logs/            one text file a role
     RUN/tensorboard/
+    RUN/stall.txt        while the staleness policy cannot go on
 """
 
 from __future__ import annotations
@@ -63,6 +64,10 @@ class RunDir:
     @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
+
+    @property
+    def stall_file(self) -> Path:
+        return self.path / "stall.txt"
 
     def recovery(self, stage: str) -> Path:
         return self.path / "recovery" / stage

@@ -30,6 +30,7 @@ from operators.staleness.types import (
     StalenessPolicy,
 )
 from trainer.feed_state import FIRST_VERSION, FeedState
+from trainer.grants import group_credits
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,10 +94,7 @@ class Credits:
     def allowed(self) -> int:
         """Groups that may be granted now."""
         books = self._books[0]
-        credits = self._policy.credits(books.state, self._ledger(books))
-        if self._policy.unit == "trajectory":
-            return credits // self._group_size
-        return credits * self._batch_size if self._policy.unit == "batch" else credits
+        return group_credits(self._policy, books.state, self._ledger(books))
 
     def grant(self, group_ids: Sequence[tuple[str, int, int]], version: Version) -> None:
         """(group id, partition, offset) of each."""

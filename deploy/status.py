@@ -21,7 +21,7 @@ from deploy.base import StepRecords, Unprovable, base_of
 from deploy.fold import RECENT_STEPS, Fold, mean
 from deploy.health import roles_of
 from deploy.history import Follower, Prompts
-from trainer.staleness import configured_policy
+from trainer.staleness import configured_policy, lookahead_of
 
 SECONDS: Final = ("wait", "logprobs", "update", "publish")
 
@@ -87,7 +87,7 @@ class RunStatus:
             "policy": {
                 "name": self._policy.name,
                 "bound": self._policy.bound,
-                "lookahead": self._config.staleness.lookahead,
+                "lookahead": lookahead_of(self._policy),
             },
             "groups": fold.groups(),
             "closed_by_reason": dict(fold.closed_by_reason),

@@ -16,6 +16,7 @@ from operators.staleness.lineage import lag
 from trainer import batches
 from trainer.advantages import advantage
 from trainer.engine import TrainingEngine
+from trainer.overdue import Weights, counts, row_weights
 
 SETTINGS: Final = (
     "advantage", "loss", "correction", "correction_cap", "clip_low", "clip_high",
@@ -64,13 +65,17 @@ def execute(
     trainer: Trainer,
     seed: int,
     micro_batches: Sequence[Sequence[int]] | None = None,
+    weights: Weights | None = None,
 ) -> Execution:
     """Trains one step on `groups`, in order, as `trainer` says. `micro_batches`: a manifest's, to
-    execute it again; None cuts them by `trainer.max_tokens_per_microbatch`."""
-    rows = batches.flatten(groups)
+    execute it again; None cuts them by `trainer.max_tokens_per_microbatch`. `weights`: of tokens
+    over age; each one's loss is multiplied by its own, what has 0 is as if it were no token of the
+    policy's."""
+    weights = weights or {}
+    rows = batches.flatten(groups, weights)
     if micro_batches is None:
         micro_batches = batches.assign(rows, trainer.max_tokens_per_microbatch)
-    samples = np.array([_sample(t) for group in groups for t in group.trajectories], np.int64)
+    samples = np.array([_sample(t) for t in _rows(groups)], np.int64)
     advantages = advantage(
         trainer.advantage,
         rewards=rows.rewards,
@@ -78,12 +83,16 @@ def execute(
         mask=rows.masks,
         samples=samples,
     )
+    if any(weights.values()):  # a policy gradient's loss is proportional to the advantage
+        advantages = [
+            a * row_weights(t, weights) for a, t in zip(advantages, _rows(groups), strict=True)
+        ]
     result = engine.step(rows, micro_batches, advantages, seed, trainer)
     seconds = {f"seconds/{name}": value for name, value in result.seconds.items()}
     return Execution(
         micro_batches=tuple(tuple(batch) for batch in micro_batches),
         skipped=result.skipped,
-        metrics={**result.metrics, **seconds},
+        metrics={**result.metrics, **counts(groups, weights), **seconds},
         master_changed=result.master_changed,
     )
 
@@ -111,35 +120,42 @@ def untrainable(group: Group, advantage_name: str, vocabulary_size: int) -> str 
 
 
 def staleness(
-    groups: Sequence[Group], version: Version, lineage: Mapping[int, Fork]
+    groups: Sequence[Group],
+    version: Version,
+    lineage: Mapping[int, Fork],
+    weights: Weights | None = None,
 ) -> dict[str, float]:
     """mean, p99 and max over the trained tokens of how many steps their versions lie behind
-    `version`, which the step trains at; empty without trained tokens."""
-    ages, counts = [], []
-    for age, count in _ages(groups, version, lineage):
-        ages.append(age)
-        counts.append(count)
+    `version`, which the step trains at; empty without trained tokens. Versions of weight 0 were not
+    trained."""
+    ages, sizes = [], []
+    for written, count in _versions(groups):
+        if (weights or {}).get(written, 1.0) > 0:
+            ages.append(lag(version, written, lineage))
+            sizes.append(count)
     if not ages:
         return {}
     order = np.argsort(ages)
-    sorted_ages, cumulated = np.array(ages)[order], np.cumsum(np.array(counts)[order])
+    sorted_ages, cumulated = np.array(ages)[order], np.cumsum(np.array(sizes)[order])
     at = int(np.searchsorted(cumulated, math.ceil(0.99 * cumulated[-1])))
     return {
-        "mean": float(np.average(ages, weights=counts)),
+        "mean": float(np.average(ages, weights=sizes)),
         "p99": float(sorted_ages[at]),
         "max": float(sorted_ages[-1]),
     }
 
 
-def _ages(
-    groups: Sequence[Group], version: Version, lineage: Mapping[int, Fork]
-) -> Iterator[tuple[int, int]]:
-    for group in groups:
-        for trajectory in group.trajectories:
-            for segment in trajectory.segments:
-                count = int(trajectory.loss_mask[segment.start : segment.end].sum())
-                if count:
-                    yield lag(version, segment.version, lineage), count
+def _versions(groups: Sequence[Group]) -> Iterator[tuple[Version, int]]:
+    """Each segment's version and how many tokens of it may be trained."""
+    for trajectory in _rows(groups):
+        for segment in trajectory.segments:
+            count = int(trajectory.loss_mask[segment.start : segment.end].sum())
+            if count:
+                yield segment.version, count
+
+
+def _rows(groups: Sequence[Group]) -> list[Trajectory]:
+    return [trajectory for group in groups for trajectory in group.trajectories]
 
 
 def _is_sample(trajectory: Trajectory) -> bool:

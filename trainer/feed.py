@@ -6,10 +6,11 @@
                      policy (announcements: version, limits)
 
 One loop, which alone touches the ledger:
-  consumes  terminals of `trajectories`; requests of other threads (published, status)
+  consumes  terminals of `trajectories`; requests of other threads (published, status, load)
   produces  steps for `take`, at most one that nobody has taken; announcements to `policy`
   waits     in the poll, milliseconds, for terminals; it never waits for the trainer
-  unblocked by  arriving groups (a step), a published version or a group's end (an announcement)
+  unblocked by  arriving groups (a step), a published version, a group's end or the engines' load
+                (an announcement)
 
 It announces nothing before `published` was called once: until then no engine is known to hold
 anything. When the loop dies, its exception surfaces in `take` and `published`.
@@ -21,10 +22,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -38,11 +40,16 @@ from connectors.records import (
     Version,
     encode,
 )
-from operators.staleness.types import StalenessPolicy
+from operators.staleness.types import EngineLoad, StalenessPolicy
+from trainer import overdue
 from trainer.accounts import LedgerBroken
-from trainer.feed_state import FeedState
+from trainer.feed_state import ClosedStep, FeedState
 from trainer.intake import Intake
 from trainer.ledger import FeedCore
+from trainer.load import LoadPoll
+from trainer.overdue import Weights, reweight_of, token_weights
+from trainer.staleness import policy_settings
+from trainer.stall import StallWatch
 from trainer.step_log import Fenced
 
 log = logging.getLogger(__name__)
@@ -64,8 +71,10 @@ class FeedFailed(RuntimeError):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInput:
     """What one step trains: `records` in order, `groups[i]` the decoded record i, `version` the one
-    it trains at (the manifest's is the next one). `dropped` goes into the manifest, `snapshot` into
-    the checkpoint of this step."""
+    it trains at (the manifest's is the next one), `weights` those of tokens over age. `dropped`,
+    `settings`, the policy's `actions` (as `FeedCore` counts them) and the trainer's `waits` (in
+    seconds, by what it waited for) go into the manifest, `snapshot` into the checkpoint of this
+    step."""
 
     step: int
     version: Version
@@ -73,6 +82,10 @@ class StepInput:
     groups: tuple[Group, ...]
     dropped: tuple[str, ...]
     snapshot: FeedState
+    weights: Weights = field(default_factory=dict)
+    settings: Mapping[str, float | str] = field(default_factory=dict)
+    actions: Mapping[str, int] = field(default_factory=dict)
+    waits: Mapping[str, float] = field(default_factory=dict)
 
 
 class Feed:
@@ -80,7 +93,9 @@ class Feed:
     this trainer's `Begin` (`trainer.recovery`), whose `epoch` it speaks in. The first step taken is
     the one after it.
     `untrainable`: why a group that arrived whole can enter no step, or None; such a group is
-    dropped and its record goes to `dead-letters`, so that it stops nobody."""
+    dropped and its record goes to `dead-letters`, so that it stops nobody. `engines`: where they
+    are, for a policy that hangs on their load. `stalled` hears the text of a stall, and None when
+    it is over (on the feed's thread)."""
 
     def __init__(
         self,
@@ -92,9 +107,14 @@ class Feed:
         batch_size: int,
         group_size: int = 1,
         untrainable: Callable[[Group], str | None] = lambda group: None,
+        engines: Callable[[], Sequence[str]] | None = None,
+        stalled: Callable[[str | None], None] = lambda text: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.epoch = epoch
+        self._engines = engines if not policy.auditable else None
+        self._reweight = reweight_of(policy)
+        self._stalls = StallWatch(stalled)
         self._untrainable = untrainable
         self._cluster = cluster
         self._clock = clock
@@ -109,6 +129,11 @@ class Feed:
         self._changed = threading.Condition()
         self._next: StepInput | None = None
         self._failure: BaseException | None = None
+        self._wanted = False  # the trainer waits for a step
+        self._waits: defaultdict[str, float] = defaultdict(
+            float
+        )  # seconds it did, by what for, since it got one
+        self._turned_at = time.monotonic()
         self._spoken = False  # published() was called in this epoch
         self._announced: Announcement | None = None
         self._credits = 0
@@ -125,8 +150,10 @@ class Feed:
         """The next full step, or None when none filled within `timeout_s`. FeedFailed when the feed
         died."""
         with self._changed:
+            self._wanted = True
             self._changed.wait_for(lambda: self._next or self._failure, timeout_s)
             taken, self._next = self._next, None
+            self._wanted = taken is None
         if taken is None:
             self._check()
         return taken
@@ -138,8 +165,8 @@ class Feed:
 
     def status(self, timeout_s: float = 60.0) -> dict[str, Any]:
         """`lag` (records of `trajectories` not read yet, by partition), `waiting_for` (publish,
-        prompts, rollouts, trainer), `credits`, `ready`, `running` and the ledger's counts. Raises
-        as `published`."""
+        prompts, rollouts, policy, trainer), `credits`, `ready`, `running` and the ledger's counts.
+        Raises as `published`."""
         return self._ask(self._describe, timeout_s)
 
     def close(self) -> None:
@@ -196,14 +223,23 @@ class Feed:
             closing(PolicyTail(cluster, offset=core.policy_offset, epoch=self.epoch))
         )
         self._intake = opened(closing(Intake(cluster, core, self._producer, self._untrainable)))
+        self._load = None
+        if self._engines is not None:
+            self._load = opened(closing(LoadPoll(self._engines, self._hear_load)))
 
     def _loop(self) -> None:
         while not self._stop.is_set():
             stirred = self._answer()
             stirred |= self._intake.read(POLL_S)
+            self._count_wait()
             stirred |= self._fill(stirred)
             self._grant(stirred)
             self._watch_fence()
+            self._stalls.look(self._core, busy=self._next is not None or not self._spoken)
+
+    def _hear_load(self, load: EngineLoad) -> None:
+        """Called by another thread."""
+        self._requests.put(lambda: self._core.loaded(load))
 
     def _answer(self) -> bool:
         """Serves the requests of other threads; whether there were any."""
@@ -235,16 +271,39 @@ class Feed:
             return (len(self._core.committed), self._core.accounts.counts().dropped) != before
         self._unfilled = True
         with self._changed:
-            self._next = StepInput(
-                step=step.step,
-                version=step.version,
-                records=step.records,
-                groups=self._intake.groups(step.records),
-                dropped=step.dropped,
-                snapshot=step.snapshot,
-            )
+            self._next = self._input(step)
             self._changed.notify_all()
         return True
+
+    def _input(self, step: ClosedStep) -> StepInput:
+        groups = self._intake.groups(step.records)
+        waits, self._waits = self._waits, defaultdict(float)
+        weights = token_weights(
+            groups,
+            step.version,
+            step.snapshot.lineage,
+            mask_before=step.mask_before,
+            reweight=self._reweight,
+        )
+        return StepInput(
+            step=step.step,
+            version=step.version,
+            records=step.records,
+            groups=groups,
+            dropped=step.dropped,
+            snapshot=step.snapshot,
+            weights=weights,
+            settings={**policy_settings(self._core.policy), **overdue.recorded(weights)},
+            actions=step.actions,
+            waits=waits,
+        )
+
+    def _count_wait(self) -> None:
+        """Of the trainer, since the last turn of the loop."""
+        now, before = time.monotonic(), self._turned_at
+        self._turned_at = now
+        if self._wanted and self._next is None:
+            self._waits[self._waiting_for()] += now - before
 
     def _grant(self, stirred: bool) -> None:
         """Announces new grants when there are credits and prompts for them."""
@@ -297,6 +356,8 @@ class Feed:
             self._watched_at = time.monotonic()
             self._tail.poll()
             self._refuse_if_fenced()
+            if self._load is not None:
+                self._load.check()
 
     def _refuse_if_fenced(self) -> None:
         if self._tail.epoch > self.epoch:
@@ -306,25 +367,27 @@ class Feed:
 
     def _describe(self) -> dict[str, Any]:
         core = self._core
-        ready = sum(entry.coordinate is not None for entry in core.accounts.open.values())
-        running = len(core.accounts.open) - ready
+        running = core.num_running()
         return {
             "lag": self._intake.lag(),
-            "waiting_for": self._waiting_for(running),
+            "waiting_for": self._waiting_for(),
             "credits": self._credits,
-            "ready": ready,
+            "ready": len(core.accounts.open) - running,
             "running": running,
             "open_step": core.version.number + 1,
             "published": str(core.published) if core.published else None,
             **core.accounts.audit_counts(),
         }
 
-    def _waiting_for(self, num_running: int) -> str:
-        """What the next step needs: somebody to take the full one, groups in generation, prompts to
-        grant, or a version to be published."""
+    def _waiting_for(self) -> str:
+        """What the next step needs: somebody to take the full one, a policy that commits what is
+        ready, groups in generation, prompts to grant, or a version to be published."""
+        core = self._core
         if self._next is not None:
             return "trainer"
-        if num_running:
+        if core.num_ready() >= core.batch_size - len(core.committed):
+            return "policy"
+        if core.num_running():
             return "rollouts"
         return "prompts" if self._credits > 0 else "publish"
 

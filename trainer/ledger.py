@@ -44,6 +44,7 @@ from operators.staleness.types import (
 )
 from trainer.accounts import DROP_REASON, Accounts, LedgerBroken
 from trainer.feed_state import ClosedStep, Entry, FeedState
+from trainer.grants import group_credits, spread
 
 
 class FeedCore:
@@ -87,16 +88,14 @@ class FeedCore:
     ) -> Announcement | None:
         """The announcement that is due, or None when it would say nothing new. `ends`: end offset
         of each prompt partition; `published`: a version (with its digest) that engines now hold.
-
-        Credits go round robin to the partitions that still hold ungranted prompts, so an idle one
-        neither hoards credit nor starves the others. Changes nothing: apply the announcement, once
-        it is in the log, like any other."""
+        Changes nothing: apply the announcement, once it is in the log, like any other."""
         version, digest = published or (self.published, self.digest)
         if version is None:
             return None
         state = self.policy.observe(self._policy_state, Announced(version))
         ledger = self.ledger(published=version)
-        limits = self._spread(self._in_groups(self.policy.credits(state, ledger)), ends)
+        credits, turn = group_credits(self.policy, state, ledger), ledger.num_granted
+        limits = spread(credits, self.accounts.limits, ends, turn)
         cancels = tuple(
             cancel
             for cancel in self.policy.cancel(state, ledger)
@@ -118,12 +117,7 @@ class FeedCore:
         """Groups that could be granted now if there were prompts."""
         if self.published is None:
             return 0
-        return self._in_groups(self.policy.credits(self._policy_state, self.ledger()))
-
-    def _in_groups(self, credits: int) -> int:
-        if self.policy.unit == "trajectory":
-            return credits // self.group_size
-        return credits * self.batch_size if self.policy.unit == "batch" else credits
+        return group_credits(self.policy, self._policy_state, self.ledger())
 
     def apply_announcement(self, offset: int, announcement: Announcement) -> None:
         """Folds one record of `policy`, read back or just written. In order: refunds it counts
@@ -151,16 +145,6 @@ class FeedCore:
         """What the engines reported. An auditable policy hears nothing of it."""
         if not self.policy.auditable:
             self._observe(load)
-
-    def _spread(self, credits: int, ends: Sequence[int]) -> tuple[int, ...]:
-        limits, turn = list(self.accounts.limits), self.accounts.counts().granted
-        room = sum(max(0, end - limit) for end, limit in zip(ends, limits, strict=True))
-        for _ in range(min(credits, room)):
-            while limits[turn % len(limits)] >= ends[turn % len(limits)]:
-                turn += 1
-            limits[turn % len(limits)] += 1
-            turn += 1
-        return tuple(limits)
 
     # --------------------------------------------------------------------------------- terminals
     def arrived(
@@ -306,6 +290,18 @@ class FeedCore:
         self._mask_before = None
 
     # ------------------------------------------------------------------------------------- state
+    @property
+    def policy_state(self) -> Any:
+        return self._policy_state
+
+    def num_running(self) -> int:
+        """Open groups that have not arrived."""
+        return sum(entry.coordinate is None for entry in self.accounts.open.values())
+
+    def num_ready(self) -> int:
+        """Arrived ones that the open step has not taken."""
+        return len(self.accounts.open) - self.num_running() - len(self.committed)
+
     def ledger(self, *, published: Version | None = None) -> Ledger:
         """What the policy is asked with; `published` as if that version were announced."""
         at, counts = published or self.published, self.accounts.counts()

@@ -28,6 +28,7 @@ from connectors.records import Manifest, Version
 from connectors.run_dir import RunDir
 from connectors.signals import stop_on_signals
 from connectors.weights import Snapshot
+from trainer import stall
 from trainer.checkpoint import CheckpointStore, run_store
 from trainer.checkpoint_meta import CheckpointMeta
 from trainer.engine import TrainingEngine
@@ -68,6 +69,7 @@ def train(config: Config, run_dir: RunDir, stop: threading.Event | None = None) 
         engine = open_parts.enter_context(closing(training_engine(config)))
         steps = open_parts.enter_context(closing(StepLog(cluster)))
         recovered = recover(config, cluster, engine, store, steps)
+        stall.keep(run_dir, None)  # of an earlier trainer
         # Folded; the manifests of weeks need not stay in memory while it trains.
         recovered = replace(
             recovered, state=fold(config, cluster, policy, recovered), chain=Chain()
@@ -83,6 +85,8 @@ def train(config: Config, run_dir: RunDir, stop: threading.Event | None = None) 
             untrainable=lambda group: untrainable(
                 group, config.trainer.advantage, engine.vocabulary_size
             ),
+            engines=lambda: run_dir.engine_urls(config),
+            stalled=lambda text: stall.keep(run_dir, text),
         )
         open_parts.callback(feed.close)
         publisher = Publisher(
@@ -213,7 +217,7 @@ class Loop:
                 f"{self._step} at {self._version}"
             )
         seed = step_seed(config.run.seed, taken.step)
-        done = execute(self._engine, taken.groups, config.trainer, seed)
+        done = execute(self._engine, taken.groups, config.trainer, seed, weights=taken.weights)
         trained_at = time.perf_counter()
         snapshot = self._engine.snapshot(into=self._publisher.spare())
         snapshot_s = time.perf_counter() - trained_at
@@ -230,9 +234,12 @@ class Loop:
             skipped=done.skipped,
             dropped=taken.dropped,
             environment=self._engine.environment(),
-            settings=settings(config.trainer, config.sampling.temperature),
+            settings={
+                **settings(config.trainer, config.sampling.temperature),
+                **taken.settings,
+            },
             metrics=self._metrics(taken, done, waited_s, snapshot_s),
-            staleness=staleness(taken.groups, taken.version, taken.snapshot.lineage),
+            staleness=staleness(taken.groups, taken.version, taken.snapshot.lineage, taken.weights),
             finished_at=time.time(),
         )
         self._pause_s = 0.0
@@ -253,6 +260,9 @@ class Loop:
         beside training in those of the steps after that."""
         return {
             **done.metrics,
+            **{f"staleness/{name}": float(count) for name, count in taken.actions.items()},
+            **{f"staleness/waits/{reason}": 1.0 for reason in taken.waits},
+            **{f"seconds/wait/{reason}": seconds for reason, seconds in taken.waits.items()},
             "seconds/wait": waited_s,
             "seconds/snapshot": snapshot_s,
             "seconds/checkpoint": self._pause_s,

@@ -14,6 +14,7 @@ from connectors.kafka.locate import source
 from connectors.records import Coordinate, Group, Manifest
 from trainer.engine import TrainingEngine
 from trainer.execute import Execution, execute, recorded
+from trainer.overdue import weights_of
 
 OnOther = Callable[[int, Coordinate, int], None]
 """Hears of a record that is not the one that was trained: the step, what was, its checksum now."""
@@ -55,7 +56,8 @@ def reexecute(
         for manifest in manifests:
             groups = read_groups(reader, manifest, on_other)
             trainer = recorded(config.trainer, manifest)
-            done = execute(engine, groups, trainer, manifest.seed, manifest.micro_batches)
+            weights = weights_of(manifest.settings)
+            done = execute(engine, groups, trainer, manifest.seed, manifest.micro_batches, weights)
             digest = engine.digest()
             if digest == rebuilt.get(manifest.step, manifest.digest):
                 away = None

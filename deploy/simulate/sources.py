@@ -21,6 +21,7 @@ from deploy.simulate.calibrate import Decode, Training, decode_times, train_time
 from deploy.simulate.lengths import Lognormal, Trace
 from deploy.simulate.subjects import Configured
 from deploy.simulate.workload import WORKLOADS, Workload
+from trainer.staleness import configured_parameters, configured_policy, shape_of
 
 if TYPE_CHECKING:
     from connectors.kafka.client import Cluster
@@ -96,33 +97,29 @@ def from_run(config: Config, folder: str, cluster: Cluster) -> Source:
 
 
 def configured(config: Config) -> Configured:
+    """ConfigError for what a run would not start with."""
+    configured_policy(config)
     section = config.staleness
-    parameters = dict(section.parameters)
-    if section.policy == "n-step-off":
-        parameters.setdefault("n", section.lookahead)
-    return Configured(name=section.policy, parameters=parameters)
+    return Configured(name=section.policy, parameters=configured_parameters(section))
 
 
 def _sized(config: Config) -> tuple[Workload, tuple[str, ...]]:
     """What a configuration fixes; the rest is to be replaced."""
-    num_engines = len(config.engine.urls) or config.engine.count
-    sizes = [task.group_size for task in config.tasks.values()]
-    shares = [task.share for task in config.tasks.values()]
-    group_size = round(float(np.average(sizes, weights=shares)))
+    shape = shape_of(config)
     workload = Workload(
         name=config.run.name,
-        batch_size=config.trainer.groups_per_step,
-        group_size=group_size,
+        batch_size=shape.batch_size,
+        group_size=shape.group_size,
         lengths=WORKLOADS["standard"].lengths,
-        num_engines=num_engines,
-        num_slots=num_engines * config.engine.max_running,
+        num_engines=shape.num_engines,
+        num_slots=shape.num_slots,
         inflight=config.rollout.inflight,
         slice_tokens=config.rollout.slice_tokens,
         time_cap_s=config.staleness.time_cap_s,
     )
-    if len(set(sizes)) == 1:
+    if len({task.group_size for task in config.tasks.values()}) == 1:
         return workload, ()
-    return workload, (f"assumed: groups of {group_size}, the mean of the tasks' sizes",)
+    return workload, (f"assumed: groups of {shape.group_size}, the largest of the tasks'",)
 
 
 def _measured(

@@ -70,14 +70,14 @@ def test_the_first_token_is_never_trained() -> None:
     assert found.trajectories[0].loss_mask.tolist() == loss_mask
 
 
-def test_tokens_of_versions_before_the_given_one_are_not_trained() -> None:
+def test_tokens_of_versions_without_weight_are_not_trained() -> None:
     segments = (Segment(1, 3, 0, 4), Segment(3, 4, 0, 9), Segment(4, 6, 1, 2))
     one = trajectory("a/0", [0, 1, 1, 1, 0, 1], segments=segments)
     found = Group(group_id="a", prompt=Prompt(task="t", prompt="?"), trajectories=(one,))
-    assert flatten([found], Version(0, 5)).masks[0].tolist() == [False, False, False, True, False,
-                                                                 True]  # fmt: skip
-    assert flatten([found], Version(1, 0)).num_trained == 1
-    assert flatten([found], Version(0, 4)).num_trained == 4
+    masked = flatten([found], {Version(0, 4): 0.0, Version(0, 9): 0.5})
+    assert masked.masks[0].tolist() == [False, False, False, True, False, True]
+    assert flatten([found], {Version(0, 4): 0.0, Version(0, 9): 0.0}).num_trained == 1
+    assert flatten([found], {Version(0, 5): 0.0}).num_trained == 4
 
 
 @pytest.mark.parametrize(

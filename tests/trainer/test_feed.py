@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from connectors.arrow import checksum, encode_group
-from connectors.config import Config, ConfigError, parse
+from connectors.config import Config, parse
 from connectors.kafka.client import Cluster, Producer, read_all
 from connectors.kafka.tail import PolicyTail
 from connectors.kafka.topics import delete_records, ensure_topics
@@ -37,7 +37,6 @@ from trainer.accounts import LedgerBroken
 from trainer.feed import Feed, FeedFailed, StepInput
 from trainer.feed_state import FeedState, fresh
 from trainer.recovery import Recovered, fold
-from trainer.staleness import configured_policy
 from trainer.step_log import Chain, Fenced, StepLog
 
 PARTITIONS = 2
@@ -529,14 +528,3 @@ def test_the_lag_is_what_was_not_read_yet(world: World) -> None:
     world.score(0, 0)
     assert eventually(lambda: feed.status().get("ready") == 1)
     assert feed.status()["lag"] == {0: 0, 1: 0}
-
-
-def test_the_policy_comes_from_the_configuration() -> None:
-    assert configured_policy(configured({})).bound == 1
-    assert configured_policy(configured({"lookahead": 3})).bound == 3
-    assert configured_policy(configured({"lookahead": 3, "parameters": {"n": 2}})).bound == 2
-    assert configured_policy(configured({"policy": "sync"})).bound == 0
-    with pytest.raises(ConfigError, match="did you mean 'n-step-off'"):
-        configured_policy(configured({"policy": "nstep-off"}))
-    with pytest.raises(ConfigError, match="unknown parameter 'eta'"):
-        configured_policy(configured({"parameters": {"eta": 3}}))
