@@ -18,6 +18,7 @@ from connectors.config import ConfigError
 from operators.staleness import policy_for
 from operators.staleness.preset import RunShape
 from operators.staleness.types import StalenessPolicy
+from trainer.staleness import LOOKAHEAD
 
 COMPARED: Final = (
     "sync", "one-step-off", "nemo-in-order", "nemo-weight-fifo", "nemo-windowed",
@@ -25,7 +26,6 @@ COMPARED: Final = (
 )  # fmt: skip
 """Where nothing names a policy: one of each kind, at the same bound."""
 COMPARED_BOUND: Final = 4
-COMPARED_LOOKAHEAD: Final = 2
 
 BOUNDS: Final[Mapping[str, tuple[str, Callable[[int], int]]]] = {
     "areal": ("max_head_offpolicyness", lambda n: n),
@@ -92,7 +92,7 @@ def subjects(
     else:
         named = [(name, {}) for name in COMPARED]
         bound = COMPARED_BOUND if bound is None else bound
-        lookahead = min(bound, COMPARED_LOOKAHEAD) if lookahead is None else lookahead
+        lookahead = min(bound, LOOKAHEAD) if lookahead is None else lookahead
     _check_flags([name for name, _ in named], bound, lookahead)
     return tuple(
         _subject(name, given, shape, _from_flags(name, shape, bound, lookahead), configured)
@@ -134,6 +134,8 @@ def _subject(
 ) -> Subject:
     base = configured.parameters if configured is not None and configured.name == name else {}
     parameters = {**base, **flags, **given}
+    if name == "deadline" and isinstance(bound := parameters.get("bound"), int):
+        parameters.setdefault("lookahead", min(LOOKAHEAD, bound))
     try:
         policy = policy_for(name, shape, **parameters)
     except ValueError as error:

@@ -82,6 +82,11 @@ def test_the_lookahead_is_the_bound_of_those_that_have_nothing_else() -> None:
     assert (alone.policy.bound, both.policy.bound) == (2, 3)
 
 
+def test_deadline_looks_ahead_as_far_as_in_a_run_where_nothing_is_said() -> None:
+    found = subjects("deadline(bound=1),deadline(bound=6),deadline(bound=6,lookahead=4)", SHAPE)
+    assert [one.parameters["lookahead"] for one in found] == [1, 2, 4]
+
+
 def test_windowed_fifo_gets_the_widest_window_that_keeps_the_bound() -> None:
     [one] = subjects("windowed-fifo", SHAPE, bound=3, lookahead=1)
     assert one.parameters == {"target_offpolicy_steps": 1, "window_size": 9}
@@ -237,13 +242,13 @@ def test_a_configuration_gives_its_sizes_and_what_is_assumed_is_said() -> None:
     assert "max_tokens = 1600" in note
 
 
-def test_engines_started_elsewhere_count_and_tasks_of_different_groups_are_averaged() -> None:
+def test_engines_started_elsewhere_count_and_the_largest_group_of_the_tasks_does() -> None:
     table = tomllib.loads(config_text("model", engine='urls = ["http://a", "http://b"]'))
-    table["tasks"]["more"] = {"reward": "exact_match", "group_size": 8, "share": 2.0}
+    table["tasks"]["more"] = {"reward": "exact_match", "group_size": 8}
     source = from_config(parse(table, base_dir=""))
     assert (source.workload.num_engines, source.workload.num_slots) == (2, 128)
-    assert source.workload.group_size == 6  # (2 + 2 * 8) / 3
-    assert source.notes[0] == "assumed: groups of 6, the mean of the tasks' sizes"
+    assert source.workload.group_size == 8
+    assert source.notes[0] == "assumed: groups of 8, the largest of the tasks'"
 
 
 def test_an_unknown_workload_is_refused_with_those_there_are() -> None:
