@@ -12,11 +12,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from connectors.records import Coordinate, Fork, Version, parse_group_id
+from connectors.records import (
+    Announcement,
+    Coordinate,
+    Fork,
+    Manifest,
+    Version,
+    parse_group_id,
+)
+from deploy.credits import Credits
 from operators.staleness import policy
 from operators.staleness.feasible import infeasible
 from operators.staleness.lineage import lag
-from tests.operators.test_deadline import OnlyDueNow, check_start_times
+from tests.operators.test_deadline import OnlyDueNow
+from tests.operators.test_deadline_exact import check_start_times
+from tests.trainer.test_ledger import manifest
 from trainer.feed_state import ClosedStep, fresh
 from trainer.ledger import FeedCore
 
@@ -42,6 +52,7 @@ class Trace:
         self.ended: list[str] = []
         self.oldest: dict[str, Version] = {}  # true ones, of groups that arrived
         self.num_trained = 0
+        self.manifests: list[Manifest] = []
         self.excess = 0  # of the stalest that was trained, over the bound of its time
         self.given_up: list[str] = []  # cancelled, or dropped
         self.full: ClosedStep | None = None
@@ -64,6 +75,7 @@ class Trace:
         if due is None:
             return
         before = self.core.accounts.limits[0]
+        self.hear(due, due.limits[0] - before)
         self.core.apply_announcement(self.core.policy_offset, due)
         self.running += [f"p/0/{offset}" for offset in range(before, due.limits[0])]
         for cancel in due.cancels:
@@ -71,6 +83,9 @@ class Trace:
             if self.chance.random() < 0.7 and cancel.group_id in self.running:
                 self.running.remove(cancel.group_id)
                 self.end(cancel.group_id, cancel.reason)
+
+    def hear(self, said: Announcement, num_granted: int) -> None:
+        """Before it is applied."""
 
     def end(self, group_id: str, reason: str | None) -> None:
         self.ended.append(group_id)
@@ -111,6 +126,7 @@ class Trace:
             age = lag(step.version, self.oldest[record.group_id], lineage)
             self.excess = max(self.excess, age - self.bound)
             self.num_trained += 1
+        self.manifests.append(manifest(step))
 
     def happen(self) -> bool:
         """One thing, of all that can. False when nothing can."""
@@ -175,6 +191,29 @@ class Trace:
         self.tell(self.trained)
 
 
+class AuditedTrace(Trace):
+    """An audit folds the log beside it."""
+
+    def __init__(self, seed: int) -> None:
+        self.audit: Credits | None = None
+        super().__init__(seed)
+
+    def hear(self, said: Announcement, num_granted: int) -> None:
+        if self.audit is None:
+            self.audit = Credits(
+                self.core.policy, batch_size=self.batch_size, group_size=1, lineage={}, base=None,
+                num_rollbacks=0,
+            )  # fmt: skip
+        while self.manifests and self.manifests[0].version <= said.version:
+            self.audit.train(self.manifests.pop(0), None)
+        self.audit.refund(said.closed)
+        self.audit.publish(said.version)
+        assert num_granted == max(0, self.audit.allowed()) or not self.core.policy.auditable
+        first = self.core.accounts.limits[0]
+        new = [(f"p/0/{at}", 0, at) for at in range(first, first + num_granted)]
+        self.audit.grant(new, said.version)
+
+
 def quiet(seed: int) -> int:
     """How many groups it trained."""
     trace = Trace(seed)
@@ -218,6 +257,11 @@ def test_the_naive_variant_exceeds_the_bound_in_such_traces() -> None:
         trace.go(12)
         num_broken += trace.excess > 0
     assert num_broken > 0
+
+
+def test_an_audit_of_the_log_finds_the_credits_that_the_feed_had() -> None:
+    for seed in range(150):
+        AuditedTrace(seed).go(6)
 
 
 @pytest.mark.parametrize("at_deadline", ["wait", "drop"])
