@@ -49,13 +49,8 @@ def named(name: str) -> Source:
 def from_config(config: Config) -> Source:
     workload, notes = _sized(config)
     standard = WORKLOADS["standard"]
-    assert isinstance(standard.lengths, Lognormal)
-    shorter = math.log(config.sampling.max_tokens / standard.lengths.most)
-    lengths = replace(
-        standard.lengths,
-        mu=standard.lengths.mu + shorter,
-        most=config.sampling.max_tokens,
-    )
+    longest = config.sampling.max_tokens
+    lengths = Lognormal(mu=math.log(longest / 4), sigma=1.0, most=longest)
     step_tokens = standard.batch_size * standard.group_size * standard.lengths.mean()
     workload = replace(
         workload,
@@ -65,10 +60,10 @@ def from_config(config: Config) -> Source:
         train_s_per_token=standard.train_s / step_tokens,
     )
     notes += (
-        f"assumed: log-normal lengths of {lengths.mean():.0f} tokens on average up to "
-        f"sampling.max_tokens = {lengths.most}, {1000 * workload.token_s:.0f} ms a token, "
-        f"{1 / workload.train_s_per_token:.0f} trained tokens a second, as in the workload "
-        "standard; --from-run RUN measures them",
+        f"assumed: log-normal lengths of {lengths.mean():.0f} tokens on average, the median a "
+        f"quarter of sampling.max_tokens = {longest}; as in the workload standard "
+        f"{1000 * workload.token_s:.0f} ms a token and {1 / workload.train_s_per_token:.0f} "
+        "trained tokens a second; --from-run RUN measures them",
     )
     return Source(workload=workload, configured=configured(config), notes=notes)
 

@@ -61,7 +61,7 @@ def bound_kept(one: Mapping[str, Any]) -> bool | None:
 
 def _row(one: Mapping[str, Any]) -> list[str | Text]:
     staleness, kept = one["staleness"], bound_kept(one)
-    rate = f"{one['steps_per_hour']:.1f}{_spread(one)}"
+    rate = _rate(one["steps_per_hour"]) + _spread(one)
     promise = "-" if kept is None else f"<= {one['bound']:g} {'yes' if kept else 'NO'}"
     return [
         Text("stalled", style="bold red") if one["stalled"] is not None else rate,
@@ -69,7 +69,7 @@ def _row(one: Mapping[str, Any]) -> list[str | Text]:
         f"{one['trainer_wait_share']:.0%}",
         f"{one['slot_use']:.0%}",
         f"{staleness['mean']:.2f}",
-        f"{staleness['p99']:g}",
+        f"{staleness['p99']:.3g}",
         f"{staleness['max']:g}",
         Text(promise, style="bold red" if kept is False else ""),
         *(_count(one[f"{what}_tokens"]) for what in ("dropped", "masked", "cancelled")),
@@ -80,12 +80,12 @@ def _row(one: Mapping[str, Any]) -> list[str | Text]:
 def _measured(measured: Mapping[str, Any]) -> list[str]:
     staleness = measured["staleness"]
     return [
-        f"{measured['steps_per_hour']:.1f}",
+        _rate(measured["steps_per_hour"]),
         _count(measured["trained_tokens_per_s"]),
         f"{measured['trainer_wait_share']:.0%}",
         "",
         "-" if staleness["mean"] is None else f"{staleness['mean']:.2f}",
-        f"{staleness['p99']:g}",
+        f"{staleness['p99']:.3g}",
         f"{staleness['max']:g}",
     ]
 
@@ -95,7 +95,11 @@ def _spread(one: Mapping[str, Any]) -> str:
     if "spread" not in one:
         return ""
     ends = one["spread"]["steps_per_hour"]
-    return f" ±{(ends['most'] - ends['least']) / 2:.1f}"
+    return f" ±{_rate((ends['most'] - ends['least']) / 2)}"
+
+
+def _rate(number: float) -> str:
+    return f"{number:.1f}" if number < 1000 else f"{number:.0f}"
 
 
 def _count(number: float) -> str:

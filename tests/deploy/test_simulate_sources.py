@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import tomllib
 from dataclasses import replace
@@ -228,12 +229,9 @@ def test_a_configuration_gives_its_sizes_and_what_is_assumed_is_said() -> None:
     assert (workload.batch_size, workload.group_size) == (6, 2)
     assert (workload.num_engines, workload.num_slots) == (3, 60)
     assert workload.time_cap_s == 90.0
-    # the shape of `standard`, whose longest is ten times as long
     lengths, standard = workload.lengths, named("standard").workload
-    assert isinstance(lengths, Lognormal)
-    assert lengths.longest == 1600
-    assert lengths.mean() == pytest.approx(standard.lengths.mean() / 10)
-    # and of its trainer: 32 groups of 8 in a minute
+    assert lengths == Lognormal(mu=math.log(400), sigma=1.0, most=1600)
+    # the trainer of `standard`: 32 groups of 8 in a minute
     step_tokens = 32 * 8 * standard.lengths.mean()
     assert workload.train_s_per_token == pytest.approx(60 / step_tokens)
     assert source.configured == Configured(name="n-step-off", parameters={"n": 3})
