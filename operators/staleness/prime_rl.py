@@ -12,8 +12,8 @@ Admission. The trajectories in flight are kept at a cap, which the engines' load
   exceeds the cap is cancelled; nothing else is cut until what is in flight fits.
 * Between two polls what is in flight grows by a tenth of the cap or one group, whichever is more.
   A trajectory that ends gives its admission back, one that is cancelled does not.
-* Nothing starts while the open step is more than one version ahead of the announced one, and no
-  batch is shipped meanwhile.
+* Nothing starts while the open step is more than one version (or M, if that is less) ahead of the
+  announced one, and no batch is shipped while it is more than one ahead.
 
 Staleness. A group whose version of dispatch is more than `max_off_policy_steps` M behind the open
 step is cancelled while it runs and dropped if it finished; its prompt is lost. The others are

@@ -262,6 +262,13 @@ def test_nothing_starts_and_no_batch_is_shipped_two_versions_ahead() -> None:
     assert len(run.choose().commit) == 4
 
 
+def test_groups_are_trained_in_the_order_they_came() -> None:
+    run, groups = flying(5)
+    for group_id in reversed(groups):
+        run.arrive(group_id)
+    assert run.choose().commit == tuple(groups[:0:-1])
+
+
 # -------------------------------------------------------------------------------------- staleness
 def test_what_was_dispatched_more_than_m_versions_ago_is_cancelled_or_dropped() -> None:
     run, (a, b, c, d) = flying(4, max_off_policy_steps=1)
