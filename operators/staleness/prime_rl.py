@@ -19,8 +19,8 @@ Staleness. A group whose version of dispatch is more than `max_off_policy_steps`
 step is cancelled while it runs and dropped if it finished; its prompt is lost. The others are
 trained in the order they came.
 
-Parameters: `max_off_policy_steps` (8), `initial_inflight` (None; in a run, its engines' slots: the
-policy is not told how many contexts their KV caches hold, which is where prime-rl starts),
+Parameters: `max_off_policy_steps` (8), `initial_inflight` (None: the maximum; in a run, its
+engines' slots. prime-rl starts at the contexts that their KV caches hold, which no policy is told),
 `min_inflight` (1), `max_inflight` (1024), `group_size` (1; in a run, its own). Unit: trajectory,
 though groups are granted whole, and at least one of them.
 
