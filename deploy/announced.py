@@ -67,7 +67,7 @@ class Announcements:
             self._begin_at(limits, allowed)
         new = self._prompts.grant(limits)
         num_new = sum(end - first for _, first, end in new)
-        if judged and num_new > max(0, allowed):
+        if judged and self._history.strategy.auditable and num_new > max(0, allowed):
             self._found.overgrants.append(
                 Overgrant(offset=offset, version=said.version, granted=num_new, allowed=allowed)
             )
@@ -79,6 +79,7 @@ class Announcements:
             ],
             said.version,
         )
+        self._credits.cancel(said.cancels, said.version)
         return new
 
     def _begin_at(self, limits: Sequence[int], allowed: int) -> None:

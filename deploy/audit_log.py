@@ -158,15 +158,16 @@ def _terminal_at(reader: Reader, at: Coordinate) -> Terminal:
 def terminal_of(record: Record) -> Terminal:
     """A record of `trajectories`, its group decoded only to find the versions it is trained on."""
     kind: Literal["group", "closed", "corrupt"]
-    versions, error = frozenset[Version](), ""
+    versions, reason, error = frozenset[Version](), "malformed", ""
     try:
         ended = terminal(record)
     except (CorruptRecord, UnknownRecord) as caught:
         kind, error = "corrupt", str(caught)
     else:
-        kind = "closed" if isinstance(ended, Closed) else "group"
-        if isinstance(ended, Group):
-            versions = trained_versions(ended)
+        if isinstance(ended, Closed):
+            kind, reason = "closed", ended.reason
+        else:
+            kind, versions = "group", trained_versions(ended)
     return Terminal(
         group_id=(record.key or b"").decode(errors="replace"),
         partition=record.partition,
@@ -175,6 +176,7 @@ def terminal_of(record: Record) -> Terminal:
         kind=kind,
         versions=versions,
         written_at=record.timestamp_ms / 1000.0,
+        reason=reason,
         error=error,
     )
 

@@ -45,6 +45,9 @@ def as_json(found: Audit) -> dict[str, Any]:
         "lineage": found.lineage,
         "given_up": found.given_up,
         "void": found.num_void,
+        "closed_by_reason": dict(found.closed_by_reason),
+        "grants_checked": found.grants_checked,
+        "bound_checked": found.bound_checked,
         "unprovable": None,
     }
 
@@ -57,6 +60,8 @@ def unprovable(why: str) -> dict[str, Any]:
         "from_step": None,
         "to_step": None,
         "digest_chain_ok": False,
+        "grants_checked": False,
+        "bound_checked": False,
         "unprovable": why,
     }
 
@@ -78,6 +83,10 @@ def audit_lines(found: Mapping[str, Any]) -> list[str]:
         f"overgrants {len(found['overgrants'])}",
         "digest chain ok" if found["digest_chain_ok"] else "digest chain BROKEN",
     ]
+    if not found["grants_checked"]:
+        lines.append("grants not checked: the policy's hang on more than the log shows")
+    if not found["bound_checked"]:
+        lines.append("staleness not checked: the policy has no bound")
     lines += [f"incarnation {fork_text(fork)}" for fork in found["lineage"]]
     if given_up["steps"]:
         lines.append(f"given up: {given_up['steps']} steps of {given_up['groups']} groups")

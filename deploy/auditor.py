@@ -7,7 +7,9 @@ terminal ─────▶ arrived, closed ────┘
 
 from __future__ import annotations
 
-from connectors.records import Announcement, Begin, Coordinate, Manifest, Version
+from collections import Counter
+
+from connectors.records import Announcement, Begin, Cancel, Coordinate, Manifest, Version
 from deploy.announced import Announcements
 from deploy.base import Survey
 from deploy.findings import Activity, Audit, History, Terminal, Violation
@@ -24,6 +26,8 @@ from deploy.history import (
     lineage_of,
 )
 from operators.staleness.lineage import lag
+from trainer.overdue import masked_versions
+from trainer.staleness import bound_of, reserves
 
 
 class Auditor:
@@ -40,6 +44,9 @@ class Auditor:
             num_void=survey.num_void,
             from_step=history.base.step + 1 if history.base else 1,
             to_step=survey.chain.step,
+            grants_checked=history.strategy.auditable,
+            bound_checked=history.strategy.bound is not None,
+            closed_by_reason=Counter(base.counts.closed_by_reason if base else {}),
             lineage=lineage_of(self._lineage),
         )
         self._announcements = Announcements(
@@ -84,6 +91,16 @@ class Auditor:
                     self._open[place] = (said.version, said.announced_at)
         for group_id in said.closed:
             self._settle(group_id, REFUNDED)
+        for cancel in said.cancels:
+            self._cancel(cancel, said)
+
+    def _cancel(self, cancel: Cancel, said: Announcement) -> None:
+        """A group that is put back starts no earlier than the announced version."""
+        place = self._prompts.place(cancel.group_id)
+        if place is None or not self._prompts.granted(place):
+            self.found.ungranted.append(cancel.group_id)
+        elif cancel.then == "requeue" and place in self._open:
+            self._open[place] = (said.version, said.announced_at)
 
     def step(self, manifest: Manifest) -> None:
         given_up_by = self._survey.given_up_by(manifest)
@@ -133,10 +150,12 @@ class Auditor:
             self._check_age(arrived, manifest)
 
     def _check_age(self, arrived: Terminal, manifest: Manifest) -> None:
-        bound = self._history.strategy.bound
+        """By the bound the step was trained under. A masked token was not trained."""
+        bound = bound_of(manifest.settings, self._history.strategy)
         # The step that makes version n trains at version n - 1.
         at = Version(manifest.version.incarnation, manifest.version.number - 1)
-        ages = [lag(at, version, self._lineage) for version in arrived.versions]
+        trained = arrived.versions - masked_versions(manifest.settings)
+        ages = [lag(at, version, self._lineage) for version in trained]
         wrong = [age for age in ages if age < 0 or (bound is not None and age > bound)]
         if wrong:
             self.found.bound_violations.append(
@@ -176,6 +195,8 @@ class Auditor:
         refunded = bool(fate & (REFUNDED | DROPPED))
         closed = terminal.kind == "closed" or (terminal.kind == "corrupt" and refunded)
         self._prompts.mark(place, ARRIVED | CLOSED if closed else ARRIVED)
+        if closed:
+            self.found.closed_by_reason[terminal.reason] += 1
         if not self._prompts.granted(place):
             self._ungranted[place] = terminal
         if self._prompts.has_ended(place):
@@ -211,9 +232,11 @@ class Auditor:
         return found
 
     def _overdue(self) -> None:
-        """Open groups that can no longer be trained within the bound: a reservation was lost. Of
-        one that started from a version given up since, its bound does not tell."""
-        bound, at = self._history.strategy.bound, self._announcements.published
+        """Open groups that can no longer be trained within the bound: a reservation was lost, where
+        the policy makes any. Of one that started from a version given up since, its bound does not
+        tell."""
+        policy, at = self._history.strategy, self._announcements.published
+        bound = policy.bound if reserves(policy) else None
         line = Line(self._survey.chain.incarnation, self._lineage)
         if bound is None or at is None or at not in line:
             return

@@ -1,9 +1,10 @@
 """What the staleness policy allowed to grant at each announcement, folded from the log alone.
 
-The policy object itself is asked, with the events that the log shows: grants and refunds by the
-announcements, commits by the manifests. It promises the same answer that the feed had, for the feed
-refunds nothing it does not announce with the next grants, and what it committed and had not yet
-trained leaves as many places fewer as groups fewer.
+The policy object itself is asked, with the events that the log shows: grants, refunds and cancels
+by the announcements, commits by the manifests. An auditable one promises the same answer that the
+feed had, for the feed refunds nothing it does not announce with the next grants, and what it
+committed and had not yet trained leaves as many places fewer as groups fewer. Another's answers
+hang on arrivals or engine load: its first one is right, for nothing has arrived then.
 
 A rollback folds the log anew without the steps it gives up. So there is one fold for each rollback
 still to come, in which the steps it gives up were never trained; the current one is the first.
@@ -13,12 +14,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
-from connectors.records import Fork, Manifest, Version
+from connectors.records import Cancel, Fork, Manifest, Version
 from operators.staleness.types import (
     Announced,
     Closed,
@@ -90,6 +91,15 @@ class Credits:
     def publish(self, version: Version) -> None:
         for books in self._books:
             self._observe(books, Announced(version))
+
+    def cancel(self, cancels: Iterable[Cancel], version: Version) -> None:
+        """Groups that are put back start again under `version`."""
+        again = [c.group_id for c in cancels if c.then == "requeue"]
+        for books in self._books:
+            for group_id in again:
+                group = books.open.get(group_id)
+                if group is not None and group.oldest < version:
+                    books.open[group_id] = replace(group, oldest=version)
 
     def allowed(self) -> int:
         """Groups that may be granted now."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -18,8 +18,8 @@ PAUSE_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terminal:
-    """One record of `trajectories`; `versions` wrote its trained tokens.
-    `error`: why a corrupt one cannot be read."""
+    """One record of `trajectories`; `versions` wrote its trained tokens. `reason`: why its group
+    closed. `error`: why a corrupt one cannot be read."""
 
     group_id: str
     partition: int
@@ -28,6 +28,7 @@ class Terminal:
     kind: Literal["group", "closed", "corrupt"]
     versions: frozenset[Version] = frozenset()
     written_at: float = 0.0
+    reason: str = "malformed"
     error: str = ""
 
 
@@ -97,6 +98,9 @@ class Audit:
     unreadable         records that are none of theirs topics'; they settle nothing
     given_up           steps that a rollback gave up, and groups in them
     num_void           records of fenced trainers, which count for nothing
+    closed_by_reason   groups, by what their terminals say
+    grants_checked     the policy's grants follow from the log: overgrants would show
+    bound_checked      the policy has a bound: violations would show
     """
 
     groups: dict[str, int] = field(default_factory=dict)
@@ -114,6 +118,9 @@ class Audit:
     given_up: dict[str, int] = field(default_factory=lambda: {"steps": 0, "groups": 0})
     credit_balance: int = 0
     num_void: int = 0
+    closed_by_reason: Counter[str] = field(default_factory=Counter)
+    grants_checked: bool = True
+    bound_checked: bool = True
     from_step: int = 1
     to_step: int = 0
 

@@ -201,6 +201,35 @@ class Fold:
             "max": sums["staleness_max"],
         }
 
+    def staleness_actions(self) -> dict[str, Any]:
+        """What the policy did about staleness on the chain, and what the trainer waited for:
+
+        waits    by what for: how many steps waited, and seconds
+        holds    ready groups kept back, each once a step
+        drops, cancels
+                 groups, by reason; cancels by what became of them first
+        masked_tokens, reweighted_tokens
+        """
+        found: dict[str, Any] = {
+            "waits": {}, "holds": 0, "drops": {}, "cancels": {"close": {}, "requeue": {}},
+            "masked_tokens": 0, "reweighted_tokens": 0,
+        }  # fmt: skip
+        for name, value in sorted(self._sums.actions().items()):
+            match name.split("/"):
+                case ["seconds", "wait", reason]:
+                    found["waits"].setdefault(reason, {})["seconds"] = round(value, 3)
+                case ["staleness", "waits", reason]:
+                    found["waits"].setdefault(reason, {})["steps"] = int(value)
+                case ["staleness", "holds"]:
+                    found["holds"] = int(value)
+                case ["staleness", "drops", reason]:
+                    found["drops"][reason] = int(value)
+                case ["staleness", "cancels", then, reason]:
+                    found["cancels"][then][reason] = int(value)
+                case ["tokens", how]:
+                    found[f"{how}_tokens"] = int(value)
+        return found
+
     def rewards(self, last: int | None = None) -> list[tuple[int, float]]:
         """(step, mean training reward) of the chain's steps, or the last of them."""
         return self._sums.rewards(self.chain.step, last)

@@ -21,6 +21,7 @@ from deploy.base import StepRecords, Unprovable, base_of
 from deploy.fold import RECENT_STEPS, Fold, mean
 from deploy.health import roles_of
 from deploy.history import Follower, Prompts
+from trainer import stall
 from trainer.staleness import configured_policy, lookahead_of
 
 SECONDS: Final = ("wait", "logprobs", "update", "publish")
@@ -92,6 +93,8 @@ class RunStatus:
             "groups": fold.groups(),
             "closed_by_reason": dict(fold.closed_by_reason),
             "staleness": fold.staleness(),
+            "staleness_actions": fold.staleness_actions(),
+            "stall": stall.kept(self._run_dir),
             "tokens": fold.tokens(),
             "seconds": {name: round(fold.total(f"seconds/{name}"), 3) for name in SECONDS},
             "eval": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_left
 from typing import Final
 
 from connectors.records import Manifest
@@ -16,6 +17,7 @@ _ADDED: Final = (
     "groups", "skipped", "staleness_weight", "staleness_sum", "elapsed_s", "wait_s", *_METRICS,
 )  # fmt: skip
 _LARGEST: Final = ("staleness_p99", "staleness_max")
+_ACTIONS: Final = ("staleness/", "seconds/wait/", "tokens/masked", "tokens/reweighted")
 _COLUMNS: Final = {name: at for at, name in enumerate((*_ADDED, *_LARGEST, "reward"))}
 
 
@@ -29,6 +31,7 @@ class StepSums:
 
     def __init__(self) -> None:
         self._rows = array("d")
+        self._actions: dict[str, tuple[array[int], array[float]]] = {}  # rows and their values
 
     def __len__(self) -> int:
         return len(self._rows) // len(_COLUMNS)
@@ -52,6 +55,10 @@ class StepSums:
             values["wait_s"] = metrics.get("seconds/wait", 0.0)
         row = [self[name] + values.get(name, 0.0) for name in _ADDED]
         row += [max(self[n], staleness.get(n.removeprefix("staleness_"), 0.0)) for n in _LARGEST]
+        for name in (n for n, v in metrics.items() if v and n.startswith(_ACTIONS)):
+            rows, values_of = self._actions.setdefault(name, (array("q"), array("d")))
+            rows.append(len(self))
+            values_of.append(metrics[name])
         self._rows.extend([*row, metrics.get("reward/mean", math.nan)])
 
     def add_nothing(self) -> None:
@@ -62,7 +69,14 @@ class StepSums:
         """Takes the last steps off; what they had added."""
         before = {name: self[name] for name in _ADDED}
         del self._rows[len(self._rows) - num_steps * len(_COLUMNS) :]
+        for rows, values_of in self._actions.values():
+            kept = bisect_left(rows, len(self))
+            del rows[kept:], values_of[kept:]
         return {name: value - self[name] for name, value in before.items()}
+
+    def actions(self) -> dict[str, float]:
+        """Sums of what the steps' manifests say the staleness policy did, and of the waits."""
+        return {name: sum(values) for name, (_, values) in self._actions.items() if values}
 
     def recent(self, name: str, num_steps: int) -> list[float]:
         """What each of the last steps added."""

@@ -3,7 +3,7 @@ not."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final
 
@@ -42,6 +42,7 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
         + kept,
         f"publish    {_number(status['publish_s'])} s on average, of the last {RECENT_STEPS} steps",
         f"waiting    {_share(status['wait_share'])} of the trainer's time from step to step{kept}",
+        *_actions(status["staleness_actions"], kept),
         f"reward     {_number(status['reward']['last'])} in the last step",
         f"eval       {_number(held_out['first'])} at first, {_number(held_out['last'])} now, on "
         f"{held_out['num_prompts']} prompts{whole}",
@@ -64,6 +65,8 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
         )
     if status["closed_by_reason"]:
         lines.insert(4, f"closed     {_reasons(status)}{whole}")
+    if status["stall"]:
+        lines += status["stall"].splitlines()
     for role in status["roles"]:
         version = f", version {_version(role['version'])}" if role["version"] else ""
         pid = f"pid {role['pid']}, " if role["pid"] else ""
@@ -89,7 +92,29 @@ def plain_line(status: Mapping[str, Any]) -> str:
         + (f" · {status['skipped']} steps skipped" if status["skipped"] else "")
         + (f" · closed: {_reasons(status)}" if status["closed_by_reason"] else "")
         + (f" · {restarts} restart{'s' * (restarts > 1)}" if restarts else "")
+        + (" · STALLED (see stall.txt)" if status["stall"] else "")
     )
+
+
+def _actions(actions: Mapping[str, Any], kept: str) -> list[str]:
+    """What the policy did; nothing where it did nothing."""
+    waits = [
+        f"{reason} {wait.get('seconds', 0):.4g} s" for reason, wait in actions["waits"].items()
+    ]
+    done = [f"{count} {what}" for what, count in _done(actions) if count]
+    lines = [f"waited for {', '.join(waits)}{kept}"] if waits else []
+    return [*lines, f"policy did {', '.join(done)}{kept}"] if done else lines
+
+
+def _done(actions: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    yield "groups held", actions["holds"]
+    for reason, count in actions["drops"].items():
+        yield f"dropped ({reason})", count
+    for then, word in (("close", "cancelled"), ("requeue", "put back")):
+        for reason, count in actions["cancels"][then].items():
+            yield f"{word} ({reason})", count
+    yield "tokens masked", actions["masked_tokens"]
+    yield "tokens reweighted", actions["reweighted_tokens"]
 
 
 def _of_incarnation(status: Mapping[str, Any]) -> str:

@@ -35,6 +35,7 @@ from trainer.feed_state import FeedState, fresh
 from trainer.ledger import FeedCore
 from trainer.reexecute import ReexecutionDiffers, reexecute
 from trainer.refold import recover as fold_ledger
+from trainer.staleness import reserves
 from trainer.step_log import Chain, ChainBroken, Fenced, StepLog
 
 log = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ def fold(
         if tail.epoch > epoch:
             raise Fenced(f"a newer trainer began epoch {tail.epoch}; epoch {epoch} is fenced")
     fold_ledger(core, announcements, recovered.chain)
-    if late := core.num_infeasible():
+    if reserves(policy) and (late := core.num_infeasible()):
         log.error(
             "ALARM: %d of %d open groups will be older than the bound of %s steps when they could "
             "be trained (after a rollback or a lowered bound): they will be dropped as stale",

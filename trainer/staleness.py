@@ -98,6 +98,14 @@ def lookahead_of(policy: StalenessPolicy[Any]) -> int | Literal["auto"] | None:
     return policy.n if isinstance(policy, NStepOff) else None
 
 
+def reserves(policy: StalenessPolicy[Any]) -> bool:
+    """Whether each group it grants keeps a place in time until it ends, so that none is ever open
+    beyond the bound; other strict policies let groups get too old and drop them."""
+    if isinstance(policy, Deadline):
+        return policy.at_deadline == "wait"
+    return isinstance(policy, NStepOff)
+
+
 def policy_settings(policy: StalenessPolicy[Any]) -> dict[str, float | str]:
     """What the settings of a manifest say: its name and, of a strict one, its bound."""
     bound = {} if policy.bound is None else {_BOUND: policy.bound}
