@@ -501,15 +501,19 @@ def test_an_impossible_workload_is_refused(settings: dict[str, Any], message: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "n", "steps_per_hour", "mean"),
-    [("standard", 1, 24.5, 0.94), ("standard", 4, 50.7, 3.80), ("slot-limited", 4, 59.0, None)],
+    ("name", "n", "num_steps", "steps_per_hour", "mean"),
+    [
+        ("standard", 1, 600, 24.5, 0.94),
+        ("standard", 4, 150, 50.7, 3.80),
+        ("slot-limited", 4, 150, 59.0, None),
+    ],
 )
 def test_runs_agree_with_an_earlier_model_of_them(
-    name: str, n: int, steps_per_hour: float, mean: float | None
+    name: str, n: int, num_steps: int, steps_per_hour: float, mean: float | None
 ) -> None:
     """The expected figures are an independent event model's, for the same workloads. The first
     steps, less stale, count in the mean."""
-    outcome = simulate(WORKLOADS[name], policy("n-step-off", n=n), num_steps=150, seed=1)
+    outcome = simulate(WORKLOADS[name], policy("n-step-off", n=n), num_steps=num_steps, seed=1)
     assert outcome.stalled is None
     assert outcome.steps_per_hour == pytest.approx(steps_per_hour, rel=0.03)
     assert outcome.staleness.max == n
