@@ -16,7 +16,6 @@ from connectors.records import (
     Announcement,
     Coordinate,
     Fork,
-    Manifest,
     Version,
     parse_group_id,
 )
@@ -26,7 +25,7 @@ from operators.staleness.feasible import infeasible
 from operators.staleness.lineage import lag
 from tests.operators.test_deadline import OnlyDueNow
 from tests.operators.test_deadline_exact import check_start_times
-from tests.trainer.test_ledger import manifest
+from tests.trainer.ledger_world import manifest
 from trainer.feed_state import ClosedStep, fresh
 from trainer.ledger import FeedCore
 
@@ -52,7 +51,7 @@ class Trace:
         self.ended: list[str] = []
         self.oldest: dict[str, Version] = {}  # true ones, of groups that arrived
         self.num_trained = 0
-        self.manifests: list[Manifest] = []
+        self.closed_steps: list[ClosedStep] = []
         self.excess = 0  # of the stalest that was trained, over the bound of its time
         self.given_up: list[str] = []  # cancelled, or dropped
         self.full: ClosedStep | None = None
@@ -126,7 +125,7 @@ class Trace:
             age = lag(step.version, self.oldest[record.group_id], lineage)
             self.excess = max(self.excess, age - self.bound)
             self.num_trained += 1
-        self.manifests.append(manifest(step))
+        self.closed_steps.append(step)
 
     def happen(self) -> bool:
         """One thing, of all that can. False when nothing can."""
@@ -204,8 +203,8 @@ class AuditedTrace(Trace):
                 self.core.policy, batch_size=self.batch_size, group_size=1, lineage={}, base=None,
                 num_rollbacks=0,
             )  # fmt: skip
-        while self.manifests and self.manifests[0].version <= said.version:
-            self.audit.train(self.manifests.pop(0), None)
+        while self.closed_steps and self.closed_steps[0].step <= said.version.number:
+            self.audit.train(manifest(self.closed_steps.pop(0)), None)
         self.audit.refund(said.closed)
         self.audit.publish(said.version)
         assert num_granted == max(0, self.audit.allowed()) or not self.core.policy.auditable
@@ -279,11 +278,11 @@ def test_a_hundred_thousand_traces_keep_the_bound_drop_nothing_and_never_stand_s
 
 
 @pytest.mark.slow
-def test_five_thousand_upset_ledgers_keep_the_bound_and_never_stand_still() -> None:
-    for seed in range(5_000):
+def test_two_thousand_upset_ledgers_keep_the_bound_and_never_stand_still() -> None:
+    for seed in range(2_000):
         upset(seed, ("wait", "drop")[seed % 2])
 
 
 @pytest.mark.slow
 def test_no_step_starts_later_than_under_the_best_order_in_thousands_of_instances() -> None:
-    assert check_start_times(seed=1, num_instances=40_000) > 5_000
+    assert check_start_times(seed=1, num_instances=10_000) > 1_000
