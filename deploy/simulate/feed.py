@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from connectors.records import REASONS, Version
 from deploy.simulate.workload import Workload
+from operators.staleness.printed import ledger_text
 from operators.staleness.types import (
     Announced,
     Arrived,
@@ -26,20 +27,21 @@ from operators.staleness.types import (
     OpenGroup,
     StalenessPolicy,
 )
+from trainer.grants import group_credits
 
 PATIENCE: Final = 100
-"""Batches of groups that end untrained, or begin again, one after another without a step: from then
-on the policy is held to make no progress."""
+"""Batches of groups that end untrained without a step filling: from then on the policy is held to
+make no progress."""
 
 GivenUp = Literal["dropped", "cancelled", "requeued"]
 
 
 class Step(NamedTuple):
-    """`version` is the one it trains at; each group with the version below which its tokens are
-    masked."""
+    """`version` is the one it trains at; tokens of versions below `mask_before` are masked."""
 
     version: int
-    groups: tuple[tuple[str, Version | None], ...]
+    group_ids: tuple[str, ...]
+    mask_before: int
 
 
 class Feed:
@@ -64,7 +66,8 @@ class Feed:
         self._state = policy.start()
         self._version = self._published = Version(0, 0)
         self._open: dict[str, OpenGroup] = {}
-        self._committed: list[tuple[str, Version | None]] = []
+        self._committed: list[str] = []
+        self._mask_before = 0  # of the open step
         self._num_granted = self._num_arrived = self._num_trained = self._num_closed = 0
         self._ledger: Ledger | None = None  # until something changes
         self._stirred = False
@@ -95,7 +98,9 @@ class Feed:
         self._observe(Closed(group_id, reason))
 
     def load(self, load: EngineLoad) -> bool:
-        """Whether the policy heeds it."""
+        """Whether the policy heeds it. An auditable one hears nothing of it."""
+        if self.policy.auditable:
+            return False
         before = self._state
         self._state = self.policy.observe(before, load)
         if self._state is before:
@@ -114,10 +119,8 @@ class Feed:
     def settle(self) -> None:
         if not self._stirred:
             return
-        self._stirred = False
-        requeued: set[str] = set()
         num_quiet = 0
-        for ask in itertools.cycle((lambda: self._cancel(requeued), self._choose, self._grant)):
+        for ask in itertools.cycle((self._cancel, self._choose, self._grant)):
             num_quiet = 0 if ask() else num_quiet + 1
             if num_quiet == 3 or self.is_fruitless():
                 break
@@ -126,31 +129,32 @@ class Feed:
     def is_fruitless(self) -> bool:
         return self.num_fruitless > PATIENCE * self._workload.batch_size
 
-    def _cancel(self, requeued: set[str]) -> bool:
-        """Whether anything was. What has arrived is beyond a cancel; what begins again does so once
-        at a time."""
+    def _cancel(self) -> bool:
+        """Whether anything was. What has arrived is beyond a cancel; what is put back may have
+        started before the published version, under which it begins again."""
         changed = False
         for cancel in self.policy.cancel(self._state, self.ledger()):
             group = self._open.get(cancel.group_id)
-            if group is None or group.state != "running" or cancel.group_id in requeued:
+            if group is None or group.state != "running":
                 continue
-            changed = True
             if cancel.then == "close":
                 self._give_up(cancel.group_id, "cancelled")
                 known = cancel.reason in REASONS
                 self.close(cancel.group_id, cancel.reason if known else "cancelled")
-            else:
-                requeued.add(cancel.group_id)
-                self.num_fruitless += 1
+                changed = True
+            elif group.oldest < self._published:
                 self._open[cancel.group_id] = replace(group, oldest=self._published)
                 self._changed()
                 self._give_up(cancel.group_id, "requeued")
+                changed = True
         return changed
 
     def _choose(self) -> bool:
         if self.full is not None:
             return False
         choice = self.policy.choose(self._state, self.ledger())
+        if choice.mask_before is not None:
+            self._mask_before = max(self._mask_before, choice.mask_before.number)
         for group_id in choice.drop:
             self._give_up(group_id, "dropped")
             self.close(group_id, "stale")
@@ -160,25 +164,21 @@ class Feed:
             if len(self._committed) == self._workload.batch_size:
                 raise RuntimeError(f"{self.policy.name} committed more than the step's free slots")
             del self._open[group_id]
-            self._committed.append((group_id, choice.mask_before))
+            self._committed.append(group_id)
             self._observe(Committed(group_id, self._version.number + 1))
         if len(self._committed) == self._workload.batch_size:
             self._close_step()
         return bool(choice.drop or choice.commit)
 
     def _close_step(self) -> None:
-        self.full = Step(self._version.number, tuple(self._committed))
-        self.num_fruitless = 0
+        self.full = Step(self._version.number, tuple(self._committed), self._mask_before)
+        self.num_fruitless = self._mask_before = 0
         self._num_trained += len(self._committed)
         self._committed.clear()
         self._version = Version(0, self._version.number + 1)
 
     def _grant(self) -> bool:
-        credits = self.policy.credits(self._state, self.ledger())
-        if self.policy.unit == "trajectory":
-            credits //= self._workload.group_size
-        elif self.policy.unit == "batch":
-            credits *= self._workload.batch_size
+        credits = group_credits(self.policy, self._state, self.ledger())
         for _ in range(credits):
             group_id = f"prompts/0/{self._num_granted}"
             self._open[group_id] = OpenGroup(
@@ -196,6 +196,10 @@ class Feed:
             self._observe(Granted(group_id, self._published))
             self._start(group_id)
         return credits > 0
+
+    def report(self) -> str:
+        """Where it stands."""
+        return ledger_text(self.policy, self._state, self.ledger())
 
     def ledger(self) -> Ledger:
         if self._ledger is None:

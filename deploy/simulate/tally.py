@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from connectors.records import Version
 from deploy.simulate.outcome import Staleness
 from deploy.simulate.rollouts import Rollout
 
@@ -25,12 +24,11 @@ class Tally:
     def trained(self) -> int:
         return self.trained_at.total()
 
-    def train(self, rollout: Rollout, version: int, mask_before: Version | None) -> int:
+    def train(self, rollout: Rollout, version: int, mask_before: int) -> int:
         """The number of tokens it trains."""
-        least = 0 if mask_before is None else mask_before.number
         before = self.masked
         for number, num_tokens in rollout.tokens.items():
-            if number < least:
+            if number < mask_before:
                 self.masked += num_tokens
             else:
                 self.trained_at[version - number] += num_tokens

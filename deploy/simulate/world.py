@@ -19,7 +19,6 @@ from deploy.simulate.clock import NEVER, Clock
 from deploy.simulate.feed import Feed, GivenUp, Step
 from deploy.simulate.outcome import Outcome, Timeline
 from deploy.simulate.rollouts import Rollout, Rollouts, prompts
-from deploy.simulate.stalled import report
 from deploy.simulate.tally import Tally
 from deploy.simulate.trainer import Trainer
 from deploy.simulate.workload import Workload
@@ -65,7 +64,7 @@ class World:
             while self._trainer.begin():
                 self._feed.settle()
             if self._feed.is_fruitless():
-                stalled = self._report("groups end untrained, or begin again, and no step fills")
+                stalled = self._report("groups end untrained, and no step fills")
             elif not self._advance():
                 stalled = self._report("nothing can happen any more")
         return self._outcome(stalled)
@@ -127,8 +126,8 @@ class World:
 
     def _train(self, step: Step) -> int:
         return sum(
-            self._tally.train(self._groups.pop(group_id), step.version, mask_before)
-            for group_id, mask_before in step.groups
+            self._tally.train(self._groups.pop(group_id), step.version, step.mask_before)
+            for group_id in step.group_ids
         )
 
     def _hold(self, version: int) -> None:
@@ -137,7 +136,8 @@ class World:
 
     # ------------------------------------------------------------------------------- outcome
     def _report(self, why: str) -> str:
-        return report(self._feed.policy.name, self._feed.ledger(), self._clock.now, why)
+        name, seconds = self._feed.policy.name, self._clock.now
+        return f"{name} stalled after {seconds:.0f} s: {why}\n{self._feed.report()}"
 
     def _outcome(self, stalled: str | None) -> Outcome:
         tally, workload, now = self._tally, self._workload, self._clock.now

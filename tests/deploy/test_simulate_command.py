@@ -170,12 +170,12 @@ def test_a_stall_is_reported_with_the_ledger_and_is_exit_code_1(
     arguments = ["simulate", str(config_file), "--policy", f"{stuck},sync", "--steps", "30"]
     assert main([*arguments, "--json"]) == errors.FAILED
     first, second = json.loads(capsys.readouterr().out)["policies"]
-    assert "12 groups are open (12 ready)" in first["stalled"]
+    assert "0 running, 12 ready" in first["stalled"]
     assert second["stalled"] is None
     assert main(arguments) == errors.FAILED
     said = capsys.readouterr().out
     assert f"{stuck} stalled after" in said
-    assert "The open step trains at version" in said
+    assert "open step  trains version" in said
 
 
 def test_a_picture_is_drawn_beside_the_answer(

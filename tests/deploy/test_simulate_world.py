@@ -264,7 +264,7 @@ FIRST_TWO_SLOW = {"cohorts": Cohorts(factor=10.0, num_batches=1)}
 
 
 class Cancels(Greedy):
-    """Cancels the first two groups once version 1 is announced."""
+    """Cancels the first two groups whenever it is asked while version 1 is the announced one."""
 
     def __init__(self, order: Callable[[str], Cancel]) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ class Cancels(Greedy):
         return tuple(
             self.order(group.group_id)
             for group in ledger.running
-            if group.order < 2 and group.oldest == v(0) and ledger.published == v(1)
+            if group.order < 2 and ledger.published == v(1)
         )
 
 
@@ -289,7 +289,7 @@ def test_a_closed_group_loses_its_tokens_and_gives_its_credit_back(
     assert len(subject.of(Granted)) == 4 + 2 + 2 + 2  # at 0, after step 1 and 2, for the two closed
 
 
-def test_a_requeued_group_begins_again_under_the_published_version() -> None:
+def test_a_requeued_group_begins_again_once_under_the_published_version() -> None:
     subject = Cancels(lambda group_id: Cancel(group_id, "requeue", "stale"))
     outcome = run(subject, num_steps=22, **FIRST_TWO_SLOW)
     assert outcome.closed == {}
@@ -374,8 +374,8 @@ def test_a_run_in_which_nothing_can_happen_ends_with_its_ledger() -> None:
     assert outcome.trainer_wait_share == 1
     assert outcome.stalled is not None
     assert "nothing can happen any more" in outcome.stalled
-    assert "has room for 2 of 2 groups. 1 groups are open (1 ready)" in outcome.stalled
-    assert "prompts/0/0  ready  granted at 0.0  oldest 0.0 (age 0)" in outcome.stalled
+    assert "2 of 2 places free" in outcome.stalled
+    assert "prompts/0/0  ready" in outcome.stalled
     assert run(Greedy(0)).stalled is not None
 
 
@@ -403,17 +403,6 @@ class Heeds(Stateless):
 
     def credits(self, state: Any, ledger: Ledger) -> int:
         return 2 - len(ledger.groups)
-
-
-def test_a_policy_that_begins_everything_again_is_ended() -> None:
-    class Requeues(Heeds):
-        def cancel(self, state: Any, ledger: Ledger) -> tuple[Cancel, ...]:
-            return tuple(Cancel(g.group_id, "requeue", "stale") for g in ledger.running)
-
-    outcome = run(Requeues())
-    assert outcome.stalled is not None
-    assert "no step fills" in outcome.stalled
-    assert outcome.cancelled_tokens > 100
 
 
 def test_a_policy_that_waits_for_idle_engines_is_polled_but_not_for_ever() -> None:
