@@ -131,21 +131,21 @@ class Deadline:
 
 def _commit_what_others_can_spare(ledger: Ledger, bound: int) -> Choice:
     planned = plan(ledger, bound)
+    late = {group.group_id for group in planned.late}
     ready = sorted(
-        (slack, group.ready_order or 0, group.group_id)
-        for slack, group in planned.timely
-        if group.state != "running"
+        (group for group in ledger.arrivals if group.group_id not in late),
+        key=lambda group: planned.slack[group.oldest],
     )
-    commit: list[str] = []
-    for slack, _, group_id in ready:
-        if len(commit) == ledger.free_slots or not planned.places.commit(slack):
+    num_committed = 0
+    for group in ready[: ledger.free_slots]:
+        if not planned.places.commit(planned.slack[group.oldest]):
             break  # of a larger slack, none can be spared either
-        commit.append(group_id)
-    kept_back = ready[len(commit) :] if len(commit) < ledger.free_slots else []
+        num_committed += 1
+    kept_back = ready[num_committed:] if num_committed < ledger.free_slots else []
     return Choice(
-        commit=tuple(commit),
+        commit=tuple(group.group_id for group in ready[:num_committed]),
         drop=tuple(group.group_id for group in planned.late if group.state != "running"),
-        hold=tuple(group_id for _, _, group_id in kept_back),
+        hold=tuple(group.group_id for group in kept_back),
     )
 
 

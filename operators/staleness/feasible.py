@@ -10,11 +10,18 @@ greedy pass in any order leaves out as few as can be.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import attrgetter
+from typing import Final
 
 from connectors.records import Version
+from operators.staleness.lineage import lag
 from operators.staleness.types import Ledger, OpenGroup
+
+_OLDEST: Final = attrgetter("oldest")
 
 
 class Places:
@@ -35,18 +42,15 @@ class Places:
             self.left[j] -= 1
         return True
 
-    def reserve_all(self, slacks: Iterable[int]) -> bool:
-        """The same for all of them or none, in one pass."""
+    def reserve_all(self, num_of: Iterable[tuple[int, int]]) -> bool:
+        """The same for (slack, how many groups) each, all of them or none."""
         last = len(self.left) - 1
-        num_due = [0] * len(self.left)
-        for slack in slacks:
+        due = [0] * len(self.left)
+        for slack, num in num_of:
             if slack < 0:
                 return False
-            num_due[min(slack, last)] += 1
-        left, due = list(self.left), 0
-        for j, num in enumerate(num_due):
-            due += num
-            left[j] -= due
+            due[min(slack, last)] += num
+        left = [room - num for room, num in zip(self.left, accumulate(due), strict=True)]
         if min(left) < 0:
             return False
         self.left = left
@@ -65,12 +69,12 @@ class Places:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """timely  groups that can all be trained in time, each with its slack
-    late    the others, as few as can be
-    places  what is left of them for the timely ones
+    """slack   by oldest version
+    late    the fewest groups without which the others can all be trained in time
+    places  what is left of them for those
     """
 
-    timely: tuple[tuple[int, OpenGroup], ...]
+    slack: Mapping[Version, int]
     late: tuple[OpenGroup, ...]
     places: Places
 
@@ -80,29 +84,17 @@ def plan(ledger: Ledger, bound: int) -> Plan:
     nobody waits for them) and those admitted first before later ones (they should end first). The
     same groups stay late until they end: training a timely one, or granting what fits beside all
     that are open, changes nothing about the others."""
-    groups = tuple(_with_slack(ledger, bound))
+    num_of = Counter(map(_OLDEST, ledger.groups))
+    slack = {oldest: bound - lag(ledger.version, oldest, ledger.lineage) for oldest in num_of}
     places = Places(ledger)
-    if places.reserve_all(slack for slack, _ in groups):
-        return Plan(timely=groups, late=(), places=places)
-    timely, late = [], []
-    for slack, group in sorted(groups, key=lambda pair: pair[1].state == "running"):
-        if places.reserve(slack):
-            timely.append((slack, group))
-        else:
-            late.append(group)
-    return Plan(timely=tuple(timely), late=tuple(late), places=places)
+    late: tuple[OpenGroup, ...] = ()
+    if not places.reserve_all((slack[oldest], num) for oldest, num in num_of.items()):
+        in_turn = sorted(ledger.groups, key=lambda group: group.state == "running")
+        late = tuple(group for group in in_turn if not places.reserve(slack[group.oldest]))
+    return Plan(slack=slack, late=late, places=places)
 
 
 def infeasible(ledger: Ledger, bound: int) -> tuple[OpenGroup, ...]:
     """The open groups that no order of steps can train within `bound`: empty unless a rollback, a
     lowered bound, a smaller batch or an engine that broke its promise came in between."""
     return plan(ledger, bound).late
-
-
-def _with_slack(ledger: Ledger, bound: int) -> Iterator[tuple[int, OpenGroup]]:
-    known: dict[Version, int] = {}
-    for group in ledger.groups:
-        slack = known.get(group.oldest)
-        if slack is None:
-            slack = known[group.oldest] = bound - ledger.age(group)
-        yield slack, group
