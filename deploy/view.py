@@ -102,8 +102,8 @@ def _actions(actions: Mapping[str, Any], kept: str) -> list[str]:
         f"{reason} {wait.get('seconds', 0):.4g} s" for reason, wait in actions["waits"].items()
     ]
     done = [f"{count} {what}" for what, count in _done(actions) if count]
-    lines = [f"waited for {', '.join(waits)}{kept}"] if waits else []
-    return [*lines, f"policy did {', '.join(done)}{kept}"] if done else lines
+    lines = [f"waits      {', '.join(waits)}{kept}"] if waits else []
+    return [*lines, f"actions    {', '.join(done)}{kept}"] if done else lines
 
 
 def _done(actions: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
@@ -196,6 +196,8 @@ class RunView:
             ("lag", ", ".join(f"{topic} {n}" for topic, n in status["lag"].items())),
         ):
             figures.add_row(Text(name, style="dim"), value)
+        if status["stall"]:
+            figures.add_row(Text("STALLED", style="bold red"), "see stall.txt")
         return Group(Text(f"{status['run']}", style="bold"), figures, people)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,9 @@ from connectors.records import Begin, Closed, PolicyRecord, Version, decode_as
 from deploy.audit import audit
 from deploy.findings import Audit, History, Terminal
 from operators.staleness import policy
-from tests.trainer.test_ledger import TOPIC, World, act
+from tests.trainer.ledger_acts import act
+from tests.trainer.ledger_world import TOPIC, World
+from tests.trainer.presets import CASES, Case
 from trainer.checkpoint_meta import CheckpointMeta
 from trainer.feed_state import FeedState
 
@@ -32,9 +35,9 @@ def audited(world: World, base: CheckpointMeta | None = None) -> Audit:
             policy=[(offset, spoken(world, offset)) for offset in range(len(world.policy_log))],
             terminals={p: lane[feed.read[p] if feed else 0 :] for p, lane in enumerate(lanes)},
             rollouts=lambda wanted, since: [],
-            strategy=policy("n-step-off", n=world.n),
+            strategy=world.make(),
             batch_size=world.batch_size,
-            group_size=1,
+            group_size=world.group_size,
             patience_s=0.0,
             prompt_ends=dict(enumerate(world.ends)),
             base=base,
@@ -49,10 +52,10 @@ def terminal(world: World, partition: int, offset: int) -> Terminal:
         return Terminal(
             group_id=record.group_id, partition=partition, offset=offset, crc=1, kind="closed"
         )
-    at, oldest = record
+    at = record.at
     return Terminal(
         group_id=at.group_id, partition=partition, offset=offset, crc=at.crc, kind="group",
-        versions=frozenset[Version]({oldest}),
+        versions=frozenset[Version]({record.oldest, record.newest}),
     )  # fmt: skip
 
 
@@ -90,13 +93,27 @@ def bases(world: World) -> list[CheckpointMeta]:
 def test_a_run_that_went_right_passes_at_every_moment_and_from_every_checkpoint(
     n: int, batch_size: int, num_partitions: int, with_rollbacks: bool, acts: list[int]
 ) -> None:
-    world = World(n, batch_size, num_partitions)
+    world = World(lambda: policy("n-step-off", n=n), batch_size, num_partitions)
     for done, seed in enumerate(acts):
         act(world, random.Random(seed), with_rollbacks=with_rollbacks)
         if done % 40 == 39:
             check(world)
     world.drain()
     check(world)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_right_run_passes_under_every_policy(case: Case) -> None:
+    """Its grants are checked where they follow from the log."""
+    for seed in range(2):
+        chance = random.Random(seed)
+        world = case.world(batch_size=3, num_partitions=2)
+        for _ in range(300):
+            act(world, chance, with_rollbacks=seed == 1)
+        check(world)
+        world.drain()
+        check(world)
+        assert audited(world).grants_checked == world.make().auditable
 
 
 def check(world: World) -> None:

@@ -12,6 +12,7 @@ from connectors.records import (
     Begin,
     Closed,
     Coordinate,
+    Fork,
     Manifest,
     Version,
     encode,
@@ -82,6 +83,45 @@ def test_a_trimmed_log_is_summed_from_where_its_chain_begins() -> None:
         fold.step(offset, record)
     assert fold.rewards() == [(5, 0.5), (6, 0.6)]
     assert fold.total("tokens/trained") == 110.0
+
+
+def test_what_the_policy_did_is_summed_by_reason_and_given_up_with_its_steps() -> None:
+    done = [
+        {"staleness/holds": 2.0, "staleness/drops/stale": 1.0, "staleness/waits/rollouts": 1.0,
+         "seconds/wait/rollouts": 0.5, "tokens/masked": 7.0},
+        {"staleness/cancels/close/stale": 3.0, "staleness/cancels/requeue/stale": 1.0},
+        {"staleness/holds": 4.0, "staleness/waits/rollouts": 1.0, "seconds/wait/rollouts": 1.25,
+         "seconds/wait/policy": 0.25, "staleness/waits/policy": 1.0, "tokens/reweighted": 9.0},
+    ]  # fmt: skip
+    fold = Fold(Prompts("p"))
+    fold.step(0, begin())
+    nothing = fold.staleness_actions()
+    assert nothing == {
+        "waits": {}, "holds": 0, "drops": {}, "cancels": {"close": {}, "requeue": {}},
+        "masked_tokens": 0, "reweighted_tokens": 0,
+    }  # fmt: skip
+    for step, metrics in enumerate(done, 1):
+        fold.step(step, msgspec.structs.replace(manifest(step, 0, float(step)), metrics=metrics))
+    assert fold.staleness_actions() == {
+        "waits": {
+            "rollouts": {"steps": 2, "seconds": 1.75}, "policy": {"steps": 1, "seconds": 0.25},
+        },
+        "holds": 6,
+        "drops": {"stale": 1},
+        "cancels": {"close": {"stale": 3}, "requeue": {"stale": 1}},
+        "masked_tokens": 7,
+        "reweighted_tokens": 9,
+    }  # fmt: skip
+    fork = Fork(parent=0, number=1, reason="rollback")
+    back = Begin(
+        epoch=None, writer="w", resumed_step=1, started_at=0.0, incarnation=1, fork=fork,
+        digest="1",
+    )  # fmt: skip
+    fold.step(4, back)
+    assert fold.staleness_actions() == nothing | {
+        "waits": {"rollouts": {"steps": 1, "seconds": 0.5}}, "holds": 2, "drops": {"stale": 1},
+        "masked_tokens": 7,
+    }  # fmt: skip
 
 
 def test_what_a_step_did_not_train_of_its_groups_is_masked() -> None:

@@ -107,6 +107,34 @@ def test_the_readable_status_names_why_groups_were_closed() -> None:
     assert lines[-1] == "  trainer      running (pid 7, 2 restarts)"
 
 
+def test_the_readable_status_says_what_the_policy_did_and_what_was_waited_for() -> None:
+    done = {
+        "waits": {"rollouts": {"steps": 2, "seconds": 1.5}, "policy": {"steps": 1, "seconds": 0.5}},
+        "holds": 3,
+        "drops": {"stale": 2},
+        "cancels": {"close": {"stale": 4}, "requeue": {"cancelled": 1}},
+        "masked_tokens": 70,
+        "reweighted_tokens": 0,
+    }
+    lines = status_lines(status(3, staleness_actions=done))
+    assert "waits      rollouts 1.5 s, policy 0.5 s" in lines
+    assert (
+        "actions    3 groups held, 2 dropped (stale), 4 cancelled (stale), 1 put back (cancelled), "
+        "70 tokens masked"
+    ) in lines
+    assert not any(line.startswith(("waits", "actions")) for line in status_lines(status(3)))
+
+
+def test_a_stall_is_seen_in_every_view() -> None:
+    stalled = status(3, stall="stalled: sync neither ...\npolicy sync")
+    assert "stalled: sync neither ..." in status_lines(stalled)
+    assert plain_line(stalled).endswith("STALLED (see stall.txt)")
+    out = io.StringIO()
+    with RunView(Console(file=out, force_terminal=True, width=100, height=40), 5) as view:
+        view.show(stalled, ROLES, now=0.0)
+    assert "STALLED" in out.getvalue()
+
+
 def test_the_curve_shows_both_kinds_of_points_without_escapes() -> None:
     drawn = draw([(1, 0.1), (2, 0.9)], [(0, 0.2), (2, 0.8)], title="r: reward")
     assert "training" in drawn

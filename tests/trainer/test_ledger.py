@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,19 +12,15 @@ from hypothesis import strategies as st
 
 from connectors.records import (
     Announcement,
-    Begin,
-    Closed,
     Coordinate,
-    Fork,
-    Manifest,
-    StepRecord,
-    Version,
     decode_as,
     encode,
     parse_group_id,
 )
 from operators.staleness import policy
-from operators.staleness.lineage import lag
+from operators.staleness.types import StalenessPolicy
+from tests.trainer.ledger_acts import act
+from tests.trainer.ledger_world import TOPIC, World, gid, manifest, v
 from trainer.accounts import LedgerBroken
 from trainer.feed_state import ClosedStep, FeedState, fresh
 from trainer.frontier import Frontier
@@ -32,324 +28,9 @@ from trainer.ledger import FeedCore
 from trainer.refold import recover
 from trainer.step_log import Chain
 
-TOPIC = "test.prompts"
 
-
-def gid(partition: int, offset: int) -> str:
-    return f"{TOPIC}/{partition}/{offset}"
-
-
-def v(number: int) -> Version:
-    return Version(0, number)
-
-
-def manifest(step: ClosedStep, epoch: int = 0) -> Manifest:
-    return Manifest(
-        step=step.step,
-        epoch=epoch,
-        version=Version(step.version.incarnation, step.step),
-        records=step.records,
-        micro_batches=(),
-        seed=0,
-        digest_before="",
-        digest="",
-        dropped=step.dropped,
-    )
-
-
-class World:
-    """The logs and everything around the feed. The feed is `core`; a crash replaces it."""
-
-    def __init__(self, n: int, batch_size: int, num_partitions: int) -> None:
-        self.n = n
-        self.batch_size = batch_size
-        self.ends = [0] * num_partitions
-        self.trajectories: list[list[tuple[Coordinate, Version] | Closed]] = [
-            [] for _ in range(num_partitions)
-        ]
-        self.policy_log: list[Announcement | int] = []  # an int is the begin of that epoch
-        self.steps_log: list[StepRecord] = []
-        self.checkpoints: list[bytes] = [encode(fresh(num_partitions))]
-        self.min_version: dict[str, Version] = {}  # of granted groups
-        self.started: dict[str, Version] = {}
-        self.oldest: dict[str, Version] = {}  # of scored groups
-        self.held: list[Version] = []  # by engines, ever
-        self.excluded: set[str] = set()
-        self.limits = [0] * num_partitions
-        self.begin()
-        self.restart(0)
-
-    @property
-    def chain(self) -> Chain:
-        found = Chain()
-        for offset, record in enumerate(self.steps_log):
-            found.observe(offset, record)
-        assert found.breaks == []
-        return found
-
-    def begin(self, fork: Fork | None = None, excluded: tuple[str, ...] = ()) -> None:
-        """Of a new trainer, or of a command that forks the run."""
-        self.epoch = len(self.steps_log)
-        chain = self.chain
-        self.steps_log.append(
-            Begin(
-                epoch=None,
-                writer="w",
-                resumed_step=0,
-                started_at=0.0,
-                incarnation=chain.incarnation if fork is None else chain.highest + 1,
-                fork=fork,
-                excluded=excluded,
-            )
-        )
-        self.policy_log.append(self.epoch)
-
-    def restart(self, back: int) -> None:
-        """A new trainer recovers from the newest checkpoint on the chain but for `back`."""
-        self.begin()
-        chain = self.chain
-        while True:
-            state = decode_as(self.checkpoints[-1], FeedState)
-            step = state.version.number
-            if step <= chain.step and chain.version_at(step) == state.version:
-                back -= 1
-                if back < 0 or step == 0:
-                    break
-            self.checkpoints.pop()  # given up, or damaged: also for those who come later
-        self.core = FeedCore(
-            policy("n-step-off", n=self.n),
-            state,
-            prompts_topic=TOPIC,
-            batch_size=self.batch_size,
-        )
-        announcements = [
-            (offset, record)
-            for offset, record in enumerate(self.policy_log)
-            if offset >= state.policy_offset and isinstance(record, Announcement)
-        ]
-        recover(self.core, announcements, chain)
-        assert self.core.version == chain.version
-        self.core = FeedCore(
-            policy("n-step-off", n=self.n),
-            decode_as(encode(self.core.snapshot()), FeedState),
-            prompts_topic=TOPIC,
-            batch_size=self.batch_size,
-        )
-        self.steps: list[ClosedStep] = []
-        self.snapshots: dict[int, bytes] = {}
-        self.in_engines: Version | None = None
-
-    def rollback(self, number: int, excluded: tuple[str, ...]) -> None:
-        self.begin(Fork(parent=self.chain.incarnation, number=number, reason="rollback"), excluded)
-        self.excluded |= set(excluded)
-        self.restart(0)
-
-    def rebuild(self) -> None:
-        chain = self.chain
-        self.begin(Fork(parent=chain.incarnation, number=chain.step, reason="rebuild"))
-        self.restart(0)
-
-    # ---------------------------------------------------------------------------- feed, publisher
-    def announce(self, publish: bool, apply: bool = True) -> None:
-        if publish:
-            self.in_engines = self.chain.version
-            self.held.append(self.in_engines)
-        if self.in_engines is None:
-            return
-        said = (self.in_engines, f"digest-{self.in_engines}")
-        due = self.core.propose(self.ends, epoch=self.epoch, published=said)
-        if due is None:
-            return
-        self.policy_log.append(due)
-        if apply:
-            self.core.apply_announcement(len(self.policy_log) - 1, due)
-        for partition, limit in enumerate(due.limits):
-            assert limit <= self.ends[partition], "granted beyond the end"
-            for offset in range(self.limits[partition], limit):
-                self.min_version[gid(partition, offset)] = due.version
-            self.limits[partition] = limit
-
-    def read(self, partition: int, count: int) -> None:
-        core, log = self.core, self.trajectories[partition]
-        at = core.read[partition]
-        for offset in range(at, min(at + count, len(log))):
-            record = log[offset]
-            if isinstance(record, Closed):
-                core.closed(record.group_id, record.reason, at=(partition, offset))
-            else:
-                core.arrived(record[0], record[1], record[1], 1)
-            core.passed(partition, offset)
-
-    def choose(self) -> None:
-        step = self.core.choose()
-        if step is not None:
-            assert len(step.records) == self.batch_size
-            self.steps.append(step)
-
-    # ------------------------------------------------------------------------- sources and engine
-    def waiting(self) -> list[str]:
-        return [g for g in self.min_version if g not in self.started]
-
-    def running(self) -> list[str]:
-        done = {g for log in self.trajectories for g in map(_group_of, log)}
-        return [g for g in self.started if g not in done]
-
-    def start(self, group_id: str, chance: random.Random) -> None:
-        """On an engine that holds the grant's version or any newer one that was ever trained."""
-        fresh_enough = [held for held in self.held if held >= self.min_version[group_id]]
-        self.started[group_id] = chance.choice([fresh_enough[0], chance.choice(fresh_enough)])
-
-    def end(self, group_id: str, reason: str | None) -> None:
-        partition = parse_group_id(group_id).partition
-        log = self.trajectories[partition]
-        if reason is not None:
-            log.append(Closed(group_id=group_id, reason=reason))
-            return
-        self.oldest.setdefault(group_id, self.started[group_id])
-        log.append((Coordinate(partition, len(log), 7, group_id), self.oldest[group_id]))
-
-    # ------------------------------------------------------------------------------------ trainer
-    def train(self) -> None:
-        step, chain = self.steps.pop(0), self.chain
-        assert step.version == chain.version
-        trained = {r.group_id for m in chain.manifests for r in m.records}
-        for record in step.records:
-            assert record.group_id not in trained | self.excluded, "trained twice, or excluded"
-            staleness = lag(step.version, self.oldest[record.group_id], chain.lineage)
-            assert 0 <= staleness <= self.n, f"{record.group_id} is {staleness} old"
-        self.steps_log.append(manifest(step, self.epoch))
-        self.snapshots[step.step] = encode(step.snapshot)
-
-    def check(self) -> None:
-        core = self.core
-        counts = core.accounts.audit_counts()
-        assert counts["credit_balance"] == 0
-        if all(fork.reason == "rebuild" for fork in self.chain.lineage.values()):
-            assert counts["dropped"] == 0
-        for partition, limit in enumerate(core.accounts.limits):
-            for offset in range(limit):
-                is_open = gid(partition, offset) in core.accounts.open
-                assert is_open != core.accounts.is_settled(partition, offset)
-            assert not core.accounts.is_settled(partition, limit)
-
-    def drain(self) -> None:
-        """Everything goes on until nothing moves; only the lack of prompts may be the cause."""
-        for turn in range(10_000):
-            before = self.progress()
-            self.announce(publish=True)
-            for group_id in self.waiting():
-                self.start(group_id, random.Random(turn))
-            for k, group_id in enumerate(self.running()):
-                self.end(group_id, "reward_failed" if (turn + k) % 5 == 0 else None)
-            for partition in range(len(self.ends)):
-                self.read(partition, 10_000)
-            self.choose()
-            if self.steps:
-                self.train()
-            self.check()
-            if self.progress() == before:
-                break
-        assert list(self.core.accounts.limits) == self.ends, "prompts remain, and nothing moves"
-        self.account()
-
-    def progress(self) -> tuple[Any, ...]:
-        return (
-            len(self.steps_log),
-            tuple(self.limits),
-            len(self.started),
-            self.core.accounts.audit_counts(),
-        )
-
-    def account(self) -> None:
-        """Each granted group has one fate, by the log alone and by the ledger."""
-        chain = self.chain
-        trained = Counter(r.group_id for m in chain.manifests for r in m.records)
-        assert set(trained.values()) <= {1}
-        first: dict[str, Any] = {}
-        for log in self.trajectories:
-            for record in log:
-                first.setdefault(_group_of(record), record)
-        closed = {g for g, record in first.items() if isinstance(record, Closed)}
-        assert not closed & set(trained)
-        counts = self.core.accounts.audit_counts()
-        assert counts["trained"] == len(trained)
-        ended = closed | set(trained)
-        dropped = set(self.min_version) - set(self.core.accounts.open) - ended
-        assert counts["closed"] == len(closed) + len(dropped)
-        assert sum(counts["closed_by_reason"].values()) == len(closed) + len(dropped)
-        assert set(self.core.accounts.open) <= set(self.min_version) - ended
-        listed = [g for m in chain.manifests for g in m.dropped]
-        assert len(listed) == len(set(listed))
-        assert dropped <= {*listed, *self.core.accounts.dropped}
-        extra = sum(len(log) for log in self.trajectories) - len(first)
-        assert counts["duplicates"] == extra
-        assert counts["ungranted"] == 0
-
-
-def _group_of(record: tuple[Coordinate, Version] | Closed) -> str:
-    return record.group_id if isinstance(record, Closed) else record[0].group_id
-
-
-def act(world: World, chance: random.Random, *, with_rollbacks: bool) -> None:
-    """One thing happens somewhere."""
-    name = chance.choice(
-        ["prompts"]
-        + ["announce", "start", "end", "read", "choose", "train"] * 10
-        + ["second terminal", "crash", "crash after announcing", "rebuild"]
-        + ["rollback"] * with_rollbacks
-    )
-    if name == "prompts":  # partition 2, where there is one, stays idle
-        world.ends[chance.randrange(min(2, len(world.ends)))] += chance.randint(1, 12)
-    elif name == "announce":
-        world.announce(publish=chance.random() < 0.5)
-    elif name == "start":
-        waiting = world.waiting()
-        for group_id in chance.sample(waiting, min(4, len(waiting))):
-            world.start(group_id, chance)
-    elif name == "end":
-        running = world.running()
-        for group_id in chance.sample(running, min(4, len(running))):
-            world.end(group_id, chance.choice([None, None, None, "reward_failed", "malformed"]))
-    elif name == "second terminal" and any(world.trajectories):
-        log = chance.choice([log for log in world.trajectories if log])
-        world.end(_group_of(chance.choice(log)), chance.choice([None, "reward_timeout"]))
-    elif name == "read":
-        world.read(chance.randrange(len(world.ends)), chance.randint(1, 20))
-    elif name == "choose":
-        world.choose()
-    elif name == "train" and world.steps:
-        world.train()
-        if chance.random() < 0.4:
-            world.checkpoints.append(world.snapshots[world.chain.step])
-    elif name == "crash":
-        crash(world, chance)
-    elif name == "crash after announcing":
-        world.announce(publish=chance.random() < 0.5, apply=False)
-        crash(world, chance)
-    elif name == "rebuild" and world.chain.step:
-        world.rebuild()
-    elif name == "rollback":
-        roll_back(world, chance)
-
-
-def roll_back(world: World, chance: random.Random) -> None:
-    step = world.chain.step
-    groups = sorted(world.min_version)
-    excluded = chance.sample(groups, chance.randint(0, min(3, len(groups))))
-    if chance.random() < 0.5:
-        world.announce(publish=False, apply=False)
-    world.rollback(max(0, step - chance.randint(0, 4)), tuple(excluded))
-    world.excluded -= {r.group_id for m in world.chain.manifests for r in m.records}
-
-
-def crash(world: World, chance: random.Random) -> None:
-    """Whatever the trainer had in memory, groups open before and after keep their places."""
-    before = world.core._policy_state.taken
-    world.restart(chance.randrange(3))
-    after = world.core._policy_state.taken
-    assert {g: s for g, s in after.items() if g in before} == {
-        g: s for g, s in before.items() if g in after
-    }
+def n_step_off(n: int) -> Callable[[], StalenessPolicy[Any]]:
+    return lambda: policy("n-step-off", n=n)
 
 
 @settings(max_examples=120, deadline=None)
@@ -363,11 +44,21 @@ def crash(world: World, chance: random.Random) -> None:
 def test_whatever_happens_in_whatever_order_the_books_balance_and_training_goes_on(
     n: int, batch_size: int, num_partitions: int, with_rollbacks: bool, acts: list[int]
 ) -> None:
-    world = World(n, batch_size, num_partitions)
+    world = World(n_step_off(n), batch_size, num_partitions)
     for seed in acts:
-        act(world, random.Random(seed), with_rollbacks=with_rollbacks)
+        chance = random.Random(seed)
+        before = world.core
+        act(world, chance, with_rollbacks=with_rollbacks)
+        if before.version.incarnation == world.core.version.incarnation:
+            assert_places_kept(before, world.core)
         world.check()
     world.drain()
+
+
+def assert_places_kept(before: FeedCore, after: FeedCore) -> None:
+    """Groups open before and after, also after a crash, keep the step they are reserved for."""
+    was, now = before.policy_state.taken, after.policy_state.taken
+    assert {g: s for g, s in now.items() if g in was} == {g: s for g, s in was.items() if g in now}
 
 
 # ----------------------------------------------------------------------------------- by hand
