@@ -229,9 +229,10 @@ class Feed:
 
     def _loop(self) -> None:
         while not self._stop.is_set():
+            waiting_for = self._waiting_for() if self._wanted else ""
             stirred = self._answer()
             stirred |= self._intake.read(POLL_S)
-            self._count_wait()
+            self._count_wait(waiting_for)
             stirred |= self._fill(stirred)
             self._grant(stirred)
             self._watch_fence()
@@ -298,12 +299,12 @@ class Feed:
             waits=waits,
         )
 
-    def _count_wait(self) -> None:
+    def _count_wait(self, waiting_for: str) -> None:
         """Of the trainer, since the last turn of the loop."""
         now, before = time.monotonic(), self._turned_at
         self._turned_at = now
-        if self._wanted and self._next is None:
-            self._waits[self._waiting_for()] += now - before
+        if waiting_for not in ("", "trainer"):
+            self._waits[waiting_for] += now - before
 
     def _grant(self, stirred: bool) -> None:
         """Announces new grants when there are credits and prompts for them."""

@@ -35,8 +35,9 @@ def stall_text(core: FeedCore) -> str:
     """What there is to know of it."""
     return (
         f"stalled: {core.policy.name} neither commits a group to step {core.version.number + 1} "
-        "nor grants one, and nothing runs (change the policy's parameters: they are fixed for a "
-        "run, so start another one)\n" + ledger_text(core.policy, core.policy_state, core.ledger())
+        "nor grants one, and nothing runs that could change that ([staleness] is fixed for a run: "
+        "start another one with other parameters)\n"
+        + ledger_text(core.policy, core.policy_state, core.ledger())
     )
 
 

@@ -32,6 +32,7 @@ from connectors.records import (
     encode,
 )
 from operators.staleness import policy
+from operators.staleness.types import StalenessPolicy
 from tests.broker_process import BrokerProcess
 from trainer.accounts import LedgerBroken
 from trainer.feed import Feed, FeedFailed, StepInput
@@ -91,9 +92,11 @@ class World:
         n: int = 1,
         batch_size: int = 2,
         state: FeedState | None = None,
+        subject: StalenessPolicy[Any] | None = None,
+        **more: Any,
     ) -> Feed:
-        """A trainer starts: its begin, and its feed."""
-        subject, state = policy("n-step-off", n=n), state or fresh(PARTITIONS)
+        """A trainer starts: its begin, and its feed. `subject` in place of n-step-off."""
+        subject, state = subject or policy("n-step-off", n=n), state or fresh(PARTITIONS)
         epoch = self.steps.begin(state.version.number)
         chain = self.steps.chain()
         recovered = Recovered(
@@ -111,6 +114,7 @@ class World:
             state=fold(config, self.cluster, subject, recovered),
             epoch=epoch,
             batch_size=batch_size,
+            **more,
         )
         self.feeds.append(feed)
         return feed
@@ -118,9 +122,11 @@ class World:
     def gid(self, partition: int, offset: int) -> str:
         return str(Origin(self.cluster.topic("prompts"), partition, offset))
 
-    def group(self, partition: int, offset: int, number: int = 0) -> Group:
+    def group(self, partition: int, offset: int, *numbers: int) -> Group:
+        """Two rows, with two tokens of version 0, or one each of two versions."""
         group_id = self.gid(partition, offset)
         tokens = np.arange(3, dtype=np.int32) + offset
+        first, last = (numbers[0], numbers[-1]) if numbers else (0, 0)
         rows = [
             Trajectory(
                 trajectory_id=f"{group_id}/{k}",
@@ -129,7 +135,7 @@ class World:
                 tokens=tokens,
                 loss_mask=np.array([0, 1, 1], np.int8),
                 logprobs=np.array([np.nan, -1, -1], np.float32),
-                segments=(Segment(1, 3, 0, number),),
+                segments=(Segment(1, 2, 0, first), Segment(2, 3, 0, last)),
                 origin=Origin("p", partition, offset),
                 reward=float(k),
             )
@@ -150,10 +156,10 @@ class World:
             headers={HEADER_KIND: kind, HEADER_CRC: crc or f"{checksum(value):08x}"},
         )
 
-    def score(self, partition: int, offset: int, number: int = 0) -> None:
+    def score(self, partition: int, offset: int, *numbers: int) -> None:
         """Like the dataflow, only once the prompt is granted."""
         eventually(lambda: self.limits()[partition] > offset)
-        value = encode_group(self.group(partition, offset, number))
+        value = encode_group(self.group(partition, offset, *numbers))
         self.write(partition, self.gid(partition, offset), value, "group")
 
     def refuse(self, partition: int, offset: int, reason: str = "reward_failed") -> None:
@@ -296,7 +302,7 @@ def test_a_group_of_a_version_no_step_made_yet_is_dropped_and_counted(world: Wor
     world.prompts(0, 10)
     feed = world.feed(n=0, batch_size=1)
     feed.published(v(0), "d")
-    world.score(0, 0, number=1)
+    world.score(0, 0, 1)
     world.score(0, 1, number=1000)
     world.score(0, 2)
     assert names(taken(feed)) == ["0/2"]
