@@ -57,13 +57,14 @@ def draw(
     drawing.text((LEFT, 34), f"Throughput and staleness: {workload.name}", size=18, weight="bold")
     steps = f"{workload.batch_size} groups of {workload.group_size} a step"
     drawing.text((LEFT, 56), steps, fill=FAINT)
-    _scatter(drawing, labels, found)
+    scatter(drawing, labels, found)
     _strips(drawing, labels, timelines)
     drawing.write(file)
 
 
 # --------------------------------------------------------------------------------------- scatter
-def _scatter(drawing: Drawing, labels: Sequence[str], found: Sequence[Mapping[str, Any]]) -> None:
+def scatter(drawing: Drawing, labels: Sequence[str], found: Sequence[Mapping[str, Any]]) -> None:
+    """Steps an hour against mean staleness, in the drawing's upper part."""
     values = [(one["staleness"]["mean"], one["steps_per_hour"]) for one in found]
     most_x = max(1.0, *(x for x, _ in values)) * 1.25
     most_y = max(1.0, *(y for _, y in values)) * 1.12

@@ -48,8 +48,9 @@ class Drawing:
             "circle", said, cx=at[0], cy=at[1], r=radius, fill=fill, stroke=stroke, stroke_width=2
         )
 
-    def area(self, points: Sequence[Point], *, fill: str) -> None:
-        self._add("polygon", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), fill=fill)
+    def area(self, points: Sequence[Point], *, fill: str, opacity: float = 1) -> None:
+        corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self._add("polygon", points=corners, fill=fill, fill_opacity=opacity)
 
     def text(
         self,
