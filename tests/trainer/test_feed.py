@@ -303,14 +303,14 @@ def test_a_group_of_a_version_no_step_made_yet_is_dropped_and_counted(world: Wor
     feed = world.feed(n=0, batch_size=1)
     feed.published(v(0), "d")
     world.score(0, 0, 1)
-    world.score(0, 1, number=1000)
+    world.score(0, 1, 1000)
     world.score(0, 2)
     assert names(taken(feed)) == ["0/2"]
     assert feed.status()["closed_by_reason"] == {"malformed": 2}
     letters = read_all(world.cluster, world.cluster.topic("dead-letters"), range(PARTITIONS))
     assert [letter.headers["writer"] for letter in letters] == ["feed", "feed"]
     feed.published(v(1), "d1")
-    world.score(0, 3, number=1)
+    world.score(0, 3, 1)
     assert names(taken(feed)) == ["0/3"], "step 1 makes version 1"
 
 

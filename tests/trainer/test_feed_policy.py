@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ import pytest
 
 from connectors.kafka.client import Cluster
 from connectors.records import Cancel, Coordinate, encode
+from connectors.run_dir import RunDir
 from operators.staleness import policy
 from operators.staleness.types import EngineLoad
 from tests.connectors.scripted_engine import ScriptedEngine, run, serving, until
@@ -24,7 +26,7 @@ from trainer.feed_state import Entry, FeedState, fresh
 from trainer.ledger import FeedCore
 from trainer.load import LoadPoll
 from trainer.refold import recover
-from trainer.stall import StallWatch, is_stalled
+from trainer.stall import StallWatch, is_stalled, keep, kept
 
 
 @pytest.fixture
@@ -270,6 +272,16 @@ def test_a_feed_that_stalls_says_so_while_it_lasts(
     assert feed.status()["waiting_for"] == "policy"
     feed.close()
     assert len(said) == 1
+
+
+def test_the_runs_folder_says_so_as_long_as_it_lasts(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    assert kept(run_dir) is None
+    keep(run_dir, None)
+    keep(run_dir, "stalled: x\npolicy y")
+    assert kept(run_dir) == "stalled: x\npolicy y"
+    keep(run_dir, None)
+    assert kept(run_dir) is None
 
 
 # ------------------------------------------------------------------------------------------- load

@@ -21,6 +21,7 @@ from trainer.engine import TrainingEngine
 from trainer.feed import StepInput
 from trainer.feed_state import fresh
 from trainer.loop import Loop
+from trainer.overdue import recorded, weights_of
 from trainer.recovery import Recovered
 from trainer.saving import Saver
 from trainer.step_log import Fenced, StepLog
@@ -29,6 +30,9 @@ from trainer.tensorboard import Curves
 
 def group(step: int) -> Group:
     return trainable_group(f"p/0/{step}", Version(0, step - 1), seed=step)
+
+
+WEIGHTS = {Version(0, 2): 0.5}
 
 
 class PlayedFeed:
@@ -46,6 +50,10 @@ class PlayedFeed:
             groups=(group(step),),
             dropped=(),
             snapshot=fresh(1),
+            weights=WEIGHTS if step == 3 else {},
+            settings={"staleness_policy": "played", **(recorded(WEIGHTS) if step == 3 else {})},
+            actions={"drops/stale": 2, "cancels/close/stale": 1} if step == 1 else {},
+            waits={"rollouts": 0.5} if step == 1 else {},
         )
 
 
@@ -147,6 +155,23 @@ def test_a_nan_gradient_skips_the_step_keeps_the_weights_and_is_announced(world:
         (Version(0, 3), third.digest, True),
     ]
     assert world.store.steps() == [2, 3]  # every two steps, and the last
+
+
+def test_a_manifest_says_what_the_policy_did_and_what_it_is_executed_again_with(
+    world: World,
+) -> None:
+    world.loop.run(threading.Event())
+    first, second, third = world.steps.manifests()
+    policy = {k: v for k, v in first.metrics.items() if "stal" in k or "wait/" in k}
+    assert policy == {
+        "staleness/drops/stale": 2, "staleness/cancels/close/stale": 1,
+        "staleness/waits/rollouts": 1, "seconds/wait/rollouts": 0.5,
+    }  # fmt: skip
+    assert not any("stal" in name or "wait/" in name for name in second.metrics)
+    assert [m.settings["staleness_policy"] for m in (first, second, third)] == ["played"] * 3
+    assert weights_of(first.settings) == {}
+    assert weights_of(third.settings) == WEIGHTS
+    assert third.metrics["tokens/reweighted"] == 10.0
 
 
 def test_a_stop_ends_after_the_step_at_hand_with_a_checkpoint(world: World) -> None:
