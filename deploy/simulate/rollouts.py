@@ -1,7 +1,8 @@
 """Groups in generation: from a prompt to a scored group, request by request.
 
-Prompts never run out. Their lengths, turns and failures are drawn in the order of the prompts, each
-from a stream of its own, so that every policy is shown the same prompts whatever it does.
+Prompts never run out. Their lengths, turns, failures and scoring times are drawn in the order of
+the prompts, each from a stream of its own, so that every policy is shown the same prompts whatever
+it does.
 """
 
 from __future__ import annotations
@@ -36,24 +37,28 @@ class Turn(NamedTuple):
 class Prompt(NamedTuple):
     """trajectories  the turns of each
     slow             how many times as long its tokens take
+    reward_s         until it is scored
     """
 
     trajectories: tuple[tuple[Turn, ...], ...]
     slow: float
     fails: bool
+    reward_s: float
 
 
 def prompts(workload: Workload, seed: int) -> Iterator[Prompt]:
-    streams = (np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(3))
-    length_rng, pause_rng, failure_rng = streams
+    streams = (np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(4))
+    length_rng, pause_rng, failure_rng, reward_rng = streams
+    rewards_s = np.atleast_1d(workload.reward_s)
     n, number = workload.group_size, 0
     while True:
         lengths = workload.lengths.sample(length_rng, n * DRAWN_AT_ONCE).tolist()
         failures = (failure_rng.random(DRAWN_AT_ONCE) < workload.failure_rate).tolist()
-        for at, fails in enumerate(failures):
+        scoring = reward_rng.choice(rewards_s, DRAWN_AT_ONCE).tolist()
+        for at, (fails, reward_s) in enumerate(zip(failures, scoring, strict=True)):
             group = lengths[at * n : at * n + n]
             trajectories = tuple(_turns(workload, length, pause_rng) for length in group)
-            yield Prompt(trajectories, _slowness(workload, number), fails)
+            yield Prompt(trajectories, _slowness(workload, number), fails, reward_s)
             number += 1
 
 
@@ -183,7 +188,7 @@ class Rollouts:
         rollout.num_left -= 1
         if rollout.num_left:
             return False
-        self._after(rollout, self._workload.reward_s, lambda: self._scored(rollout))
+        self._after(rollout, rollout.prompt.reward_s, lambda: self._scored(rollout))
         return True
 
     def _after(self, rollout: Rollout, seconds: float, action: Action) -> None:

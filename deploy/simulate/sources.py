@@ -129,7 +129,7 @@ def _measured(
         token_s_per_sequence=decode.per_running_s,
         prompt_tokens=prompt_tokens,
         prefill_tokens_per_s=prompt_tokens / decode.overhead_s if decode.overhead_s > 0 else None,
-        reward_s=float(np.median(rollouts.reward_s)),
+        reward_s=tuple(rollouts.reward_s),
         train_s=training.fixed_s,
         train_s_per_token=training.token_s,
         publish_s=float(np.median(steps.publish_s)),
@@ -148,7 +148,8 @@ def _measurements(
         f"sequence beside it, {_time(decode.overhead_s)} a request, from {decode.how}",
         f"measured: {_time(w.train_s)} a step and {_time(1000 * w.train_s_per_token)} for 1000 "
         f"trained tokens, from {training.how}",
-        f"measured: rewards {_time(w.reward_s)} and publishing {_time(w.publish_s)} in the median, "
+        f"measured: rewards {_time(float(np.median(rollouts.reward_s)))} and publishing "
+        f"{_time(w.publish_s)} in the median, rewards up to {_time(max(rollouts.reward_s))}, "
         f"{w.failure_rate:.1%} of the groups failed",
         "assumed: lengths of a group are independent, engines have room for the context of all "
         "slots, checkpoints cost nothing",

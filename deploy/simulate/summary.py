@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any, Final
 
 from deploy.simulate.lengths import KINDS, Trace
@@ -30,12 +31,15 @@ def of_seeds(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def workload_json(workload: Workload) -> dict[str, Any]:
-    """All of it; of a trace its size, its mean and its longest."""
+    """All of it; of measured lengths and times their number, their mean and their longest."""
     found = dataclasses.asdict(workload)
     kind = next(name for name, known in KINDS.items() if isinstance(workload.lengths, known))
     about = {"mean": workload.lengths.mean(), "longest": workload.lengths.longest}
     if isinstance(workload.lengths, Trace):
         found["lengths"] = {"num": len(workload.lengths.tokens)}
+    if isinstance(workload.reward_s, tuple):
+        times = workload.reward_s
+        found["reward_s"] = {"num": len(times), "mean": fmean(times), "longest": max(times)}
     found["lengths"] = {"kind": kind, **found["lengths"], **about}
     return found
 

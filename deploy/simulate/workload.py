@@ -53,6 +53,7 @@ class Workload:
                      takes no time
     train_s, train_s_per_token
                      of a step: fixed, and for each token it trains
+    reward_s         from a group's last token until it is scored; of several each is as likely
     publish_s        from a step's end until engines hold its weights; trainer and engines go on
     inflight         what a new version does to a running request: `keep` (the next token is of the
                      new version), `slices` (of `slice_tokens`: the next slice is), `restart` (it
@@ -74,7 +75,7 @@ class Workload:
     prompt_tokens: int = 256
     prefill_tokens_per_s: float | None = None
     tools: Tools | None = None
-    reward_s: float = 0.0
+    reward_s: float | tuple[float, ...] = 0.0
     train_s: float = 60.0
     train_s_per_token: float = 0.0
     publish_s: float = 0.0
@@ -102,7 +103,8 @@ def _rules(w: Workload) -> tuple[tuple[str, bool], ...]:
     longest = w.prompt_tokens + w.lengths.longest
     kv_tokens = longest if w.kv_tokens is None else w.kv_tokens // max(1, w.num_engines)
     counts = (w.batch_size, w.group_size, w.num_engines, w.slice_tokens)
-    times = (w.token_s_per_sequence, w.reward_s, w.train_s, w.train_s_per_token, w.publish_s)
+    rewards_s = w.reward_s if isinstance(w.reward_s, tuple) else (w.reward_s,)
+    times = (w.token_s_per_sequence, *rewards_s, w.train_s, w.train_s_per_token, w.publish_s)
     return (
         (
             "batch_size, group_size, num_engines and slice_tokens must be at least 1",
@@ -114,6 +116,7 @@ def _rules(w: Workload) -> tuple[tuple[str, bool], ...]:
             w.num_slots > 0 and w.num_slots % w.num_engines == 0,
         ),
         (f"token_s must be above 0, got {w.token_s}", w.token_s > 0),
+        ("reward_s must hold at least one time", len(rewards_s) > 0),
         ("seconds must not be negative", min(times) >= 0),
         (f"prompt_tokens must not be negative, got {w.prompt_tokens}", w.prompt_tokens >= 0),
         ("prefill_tokens_per_s must be above 0", (w.prefill_tokens_per_s or 1) > 0),

@@ -367,7 +367,7 @@ def test_a_run_s_workload_is_what_its_log_says(cluster: Cluster, tmp_path: Path)
     assert workload.token_s == pytest.approx(0.5)
     assert workload.prefill_tokens_per_s is None
     assert (workload.train_s, workload.train_s_per_token) == (pytest.approx(9.0), 0.0)
-    assert (workload.publish_s, workload.reward_s) == (0.25, 0.0)
+    assert (workload.publish_s, workload.reward_s) == (0.25, (0.0,) * 12)
     assert workload.failure_rate == 1 / 13
     assert source.configured == Configured(name="one-step-off", parameters={})
     assert source.measured is not None

@@ -155,6 +155,16 @@ def test_a_group_arrives_when_it_is_scored() -> None:
     assert starts(run(policy("sync"), num_steps=1, reward_s=3.0)) == [13]
 
 
+def test_each_group_is_scored_in_one_of_the_given_times() -> None:
+    """Two groups a step: it starts with the slower of them."""
+    drawn = prompts(workload(reward_s=(1.0, 1.0, 30.0)), seed=1)
+    times = [prompt.reward_s for prompt, _ in zip(drawn, range(3000), strict=False)]
+    assert set(times) == {1.0, 30.0}
+    assert times.count(30.0) / 3000 == pytest.approx(1 / 3, abs=0.04)  # 4.6 deviations
+    outcome = run(policy("sync"), num_steps=1, reward_s=(1.0, 1.0, 30.0))
+    assert starts(outcome) == [10 + max(times[:2])]
+
+
 def test_a_group_arrives_with_its_last_trajectory() -> None:
     outcome = run(policy("sync"), num_steps=1, lengths=Trace(tokens=(3, 9)), group_size=40)
     assert starts(outcome) == [9]
@@ -478,6 +488,8 @@ def test_an_outcome_in_json_has_the_agreed_keys() -> None:
         ({"num_slots": 5, "num_engines": 2}, "num_slots must be a multiple of num_engines, got 5"),
         ({"token_s": 0.0}, "token_s must be above 0, got 0.0"),
         ({"publish_s": -1.0}, "seconds must not be negative"),
+        ({"reward_s": ()}, "reward_s must hold at least one time"),
+        ({"reward_s": (1.0, -1.0)}, "seconds must not be negative"),
         ({"failure_rate": 1.0}, "failure_rate must be in [0, 1), got 1.0"),
         ({"kv_tokens": 9}, "share of kv_tokens (9) must hold prompt and longest trajectory (10)"),
     ],
