@@ -22,13 +22,15 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import long_tail, staleness_plot, staleness_tables
-from benchmarks.staleness_runs import Failed, Record, Results, Setting, run
+from benchmarks.staleness_records import Record, Results, Setting
+from benchmarks.staleness_runs import Failed, run
 from connectors.config import ConfigError, load
+from deploy.errors import EnvironmentFailure
 from deploy.launcher import CHILD_ENVIRONMENT, headwater_command
 from deploy.simulate.subjects import BOUNDS, Subject, subjects
 from operators.staleness import PRESETS
@@ -56,7 +58,7 @@ LONG_TAILED: Final = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    chosen = _parser().parse_args(arguments)
+    chosen = parser().parse_args(arguments)
     if chosen.command == "cost":
         return execute(chosen, list(cost_settings(chosen)))
     if chosen.command == "presets":
@@ -123,7 +125,9 @@ def _subject(name: str, shape: RunShape, bound: int | None) -> Subject | None:
 
 
 # ------------------------------------------------------------------------------------ runs
-def execute(chosen: argparse.Namespace, settings: Sequence[Setting]) -> int:
+def execute(
+    chosen: argparse.Namespace, settings: Sequence[Setting], run: Callable[..., Record] = run
+) -> int:
     results = Results(chosen.out, chosen.command)
     due = [setting for setting in settings if not results.has(setting)]
     print(f"{len(settings)} runs, {len(settings) - len(due)} of them are there", flush=True)
@@ -139,7 +143,7 @@ def execute(chosen: argparse.Namespace, settings: Sequence[Setting]) -> int:
                 limit_s=chosen.limit_s,
                 predict=chosen.command == "presets",
             )
-        except Failed as error:
+        except (Failed, ConfigError, EnvironmentFailure) as error:
             print(f"FAILED: {error}", flush=True)
             num_failed += 1
         else:
@@ -172,13 +176,13 @@ def _model(out: Path) -> Path:
 
 
 # ------------------------------------------------------------------------------------ arguments
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
         prog="benchmarks.staleness_cost",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = found.add_subparsers(dest="command", required=True)
     for name in ("cost", "presets"):
         runs = commands.add_parser(name)
         runs.add_argument("--seeds", type=int, default=5 if name == "cost" else 1)
@@ -198,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("plot")
     for subparser in commands.choices.values():
         subparser.add_argument("--out", type=Path, default=Path("runs/staleness"))
-    return parser
+    return found
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from benchmarks.staleness_runs import Record
+from benchmarks.staleness_records import Record
 from benchmarks.staleness_tables import (
     WINDOW,
     Floats,

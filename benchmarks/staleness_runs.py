@@ -1,26 +1,27 @@
 """One live run of an experiment on staleness: from a setting to a record, which is read from the
-run's log and kept as a line of JSON.
+run's log.
 
-    Setting ──▶ headwater run --json ──▶ the run's log ──▶ Record ──▶ OUT/EXPERIMENT.jsonl
+    Setting ──▶ headwater run --json ──▶ the run's log ──▶ Record
+                                             └──▶ simulator ──┘
 
-A setting that has a record is not run again. A run that was interrupted has none: its folder is
-removed and it begins anew, because its clock would count the interruption.
+A run that was interrupted leaves no record. It begins anew, because its clock would count the
+interruption.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from benchmarks.staleness_records import Predicted, Record, Setting, Step, steps_per_hour
 from connectors.arrow import decode_group
 from connectors.config import Config
 from connectors.kafka.client import Cluster, read_all
@@ -31,7 +32,7 @@ from deploy.launcher import headwater_command, last_line
 from deploy.log import opened
 from deploy.simulate.outcome import Outcome
 from deploy.simulate.sources import from_run
-from deploy.simulate.subjects import label, subjects
+from deploy.simulate.subjects import subjects
 from deploy.simulate.world import simulate
 from trainer.stall import kept
 from trainer.step_log import chain, read_steps
@@ -39,103 +40,6 @@ from trainer.step_log import chain, read_steps
 NUM_SIMULATED: Final = 5
 """Seeds that a prediction is the mean of."""
 STOP_S: Final = 90.0
-
-
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """`shared`: what all runs of an experiment set, as key=value. `waits`: how long its rollouts do
-    so beside the engine, in words."""
-
-    policy: str
-    parameters: dict[str, Any]
-    correction: str
-    seed: int
-    shared: tuple[str, ...]
-    waits: str = ""
-
-    @property
-    def label(self) -> str:
-        return label(self.policy, self.parameters)
-
-    @property
-    def name(self) -> str:
-        """Of its run's folder."""
-        parts = re.findall(r"[\w.-]+", f"{self.label} {self.correction} seed {self.seed}")
-        return "-".join(parts)
-
-    def overrides(self) -> list[str]:
-        pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in self.parameters.items())
-        return [
-            *self.shared,
-            f"staleness.policy={json.dumps(self.policy)}",
-            f"staleness.parameters={{{pairs}}}",
-            f"trainer.correction={json.dumps(self.correction)}",
-            f"run.seed={self.seed}",
-        ]
-
-
-class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """`at_s`: its end, from the first announcement on. `oldest`: steps that its oldest token is
-    old, counted from the trajectories themselves."""
-
-    at_s: float
-    reward: float
-    staleness_mean: float
-    staleness_max: float
-    oldest: int
-    wait_s: float
-
-
-class Predicted(msgspec.Struct, frozen=True, kw_only=True):
-    """What the simulator says of the same policy and as many steps, calibrated by this run."""
-
-    steps_per_hour: float
-    staleness_mean: float
-    staleness_max: float
-    stalled: str | None = None
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """bound      that the policy promises, None = none
-    num_dropped  groups that were granted and neither trained nor open at the end
-    held_out     mean reward over the held-out prompts at the first and the last evaluated version
-    stalled      the report of a stall, which ended the run
-    took_s       the whole command
-    """
-
-    setting: Setting
-    steps: tuple[Step, ...]
-    bound: int | None
-    staleness_mean: float | None
-    num_dropped: int
-    held_out: tuple[float | None, float | None]
-    took_s: float
-    predicted: Predicted | None = None
-    stalled: str | None = None
-
-
-class Results:
-    """The records of one experiment, in OUT/EXPERIMENT.jsonl."""
-
-    def __init__(self, folder: Path, experiment: str) -> None:
-        self._file = folder / f"{experiment}.jsonl"
-
-    def __iter__(self) -> Iterator[Record]:
-        """Half a last line, of a process that was killed, is no record."""
-        if self._file.is_file():
-            for line in self._file.read_bytes().splitlines(keepends=True):
-                if line.endswith(b"\n"):
-                    yield msgspec.json.decode(line, type=Record)
-
-    def has(self, setting: Setting) -> bool:
-        return any(record.setting == setting for record in self)
-
-    def add(self, record: Record) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        before = self._file.read_bytes() if self._file.is_file() else b""
-        whole = before[: before.rfind(b"\n") + 1]
-        staged = self._file.with_suffix(".new")
-        staged.write_bytes(whole + msgspec.json.encode(record) + b"\n")
-        staged.replace(self._file)
 
 
 class Failed(RuntimeError):
@@ -168,7 +72,13 @@ def run(
         raise Failed(f"exit code {process.returncode}: {last_line(said)}")
     status = json.loads(answer.read_bytes())
     took_s = time.monotonic() - began
-    return read(run_dir, setting, status, took_s=took_s, stalled=stalled, predict=predict)
+    config = run_folder.load_run(run_dir)
+    with opened(config, run_dir) as cluster:
+        record = read(config, cluster, setting, status, took_s=took_s, stalled=stalled)
+        if not predict or stalled is not None:
+            return record
+        predicted = prediction(config, folder, cluster, len(record.steps))
+    return msgspec.structs.replace(record, predicted=predicted)
 
 
 def _watch(
@@ -196,33 +106,26 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 # ------------------------------------------------------------------------------------ reading
 def read(
-    run_dir: RunDir,
+    config: Config,
+    cluster: Cluster,
     setting: Setting,
-    status: dict[str, Any],
+    status: Mapping[str, Any],
     *,
     took_s: float,
     stalled: str | None = None,
-    predict: bool = False,
 ) -> Record:
     """What the log of an ended run says; `status` is its last one."""
-    config = run_folder.load_run(run_dir)
-    with opened(config, run_dir) as cluster:
-        manifests = chain(read_steps(cluster))
-        began = _first_announced_at(cluster)
-        oldest = _oldest_versions(config, cluster)
-        predicted = None
-        if predict and stalled is None:
-            predicted = _predicted(config, run_dir, cluster, len(manifests))
+    began = _first_announced_at(cluster)
+    oldest = _oldest_versions(config, cluster)
     groups = status["groups"]
     return Record(
         setting=setting,
-        steps=tuple(_step(manifest, began, oldest) for manifest in manifests),
+        steps=tuple(_step(manifest, began, oldest) for manifest in chain(read_steps(cluster))),
         bound=status["policy"]["bound"],
         staleness_mean=status["staleness"]["mean"],
         num_dropped=groups["closed"] + groups["dropped"],
         held_out=(status["eval"]["first"], status["eval"]["last"]),
         took_s=took_s,
-        predicted=predicted,
         stalled=stalled,
     )
 
@@ -259,9 +162,9 @@ def _oldest_versions(config: Config, cluster: Cluster) -> dict[str, int]:
 
 
 # ------------------------------------------------------------------------------------ predicting
-def _predicted(config: Config, run_dir: RunDir, cluster: Cluster, num_steps: int) -> Predicted:
+def prediction(config: Config, folder: Path, cluster: Cluster, num_steps: int) -> Predicted:
     """As `headwater simulate --from-run` has it, by the measure that the live run has."""
-    source = from_run(config, str(run_dir.path), cluster)
+    source = from_run(config, str(folder), cluster)
     (subject,) = subjects(None, source.workload.shape, configured=source.configured)
     outcomes = [
         simulate(source.workload, subject.policy, num_steps=num_steps, seed=seed)
@@ -277,10 +180,3 @@ def _predicted(config: Config, run_dir: RunDir, cluster: Cluster, num_steps: int
 
 def _simulated_rate(outcome: Outcome) -> float:
     return steps_per_hour([step.train_to for step in outcome.timeline.steps])
-
-
-def steps_per_hour(ends_s: list[float]) -> float:
-    """From the first step's end to the last one's; 0 of fewer than two."""
-    if len(ends_s) < 2:
-        return 0.0
-    return 3600 * (len(ends_s) - 1) / (ends_s[-1] - ends_s[0])

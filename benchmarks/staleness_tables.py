@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.staleness_runs import Record, Setting, steps_per_hour
+from benchmarks.staleness_records import Record, Setting, steps_per_hour
 
 WINDOW: Final = 10
 WIDTH: Final = 200
