@@ -62,12 +62,14 @@ class Announcements:
         limits = self._limits(offset, said)
         self._credits.refund(said.closed)
         self._credits.publish(said.version)
-        allowed = self._credits.allowed() if judged else 0
-        if not self._prompts.limits and self._history.base is None:
+        is_first = not self._prompts.limits and self._history.base is None
+        is_known = judged and (is_first or self._history.strategy.auditable)
+        allowed = self._credits.allowed() if is_known else 0
+        if is_first:
             self._begin_at(limits, allowed)
         new = self._prompts.grant(limits)
         num_new = sum(end - first for _, first, end in new)
-        if judged and self._history.strategy.auditable and num_new > max(0, allowed):
+        if is_known and num_new > max(0, allowed):
             self._found.overgrants.append(
                 Overgrant(offset=offset, version=said.version, granted=num_new, allowed=allowed)
             )

@@ -111,7 +111,8 @@ def test_a_changed_key_is_taken_over_and_named(folder: Folder) -> None:
         "model.dtype=bfloat16",
         "sampling.temperature=0.5",
         "staleness.policy=sync",
-        "staleness.parameters.n=3",
+        "staleness.bound=3",
+        "staleness.parameters.decay=0.5",
         "trainer.groups_per_step=2",
     ],
 )
