@@ -51,9 +51,11 @@ def run(
     config: Path, setting: Setting, folder: Path, *, model: Path, limit_s: float, predict: bool
 ) -> Record:
     """Runs it in `folder`, which is removed first. Failed when it does not train its steps within
-    `limit_s`, unless it stalled: then it is ended and recorded as such."""
-    shutil.rmtree(folder, ignore_errors=True)
+    `limit_s`, unless it stalled: then it is ended and recorded as such. EnvironmentFailure when
+    another run is at work in `folder`."""
     run_dir = RunDir(folder)
+    with run_folder.locked(run_dir):
+        shutil.rmtree(folder)
     arguments = ["run", str(config), "--run-dir", str(folder), "--json"]
     overrides = (f"model.path={json.dumps(str(model.resolve()))}", *setting.overrides())
     sets = [part for override in overrides for part in ("--set", override)]

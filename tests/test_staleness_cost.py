@@ -27,12 +27,13 @@ from benchmarks.staleness_cost import (
     strict_policies,
 )
 from benchmarks.staleness_records import Predicted, Record, Results, Setting, Step, steps_per_hour
-from benchmarks.staleness_runs import Failed, read
+from benchmarks.staleness_runs import Failed, read, run
 from connectors.config import load
 from connectors.kafka.client import Cluster
 from connectors.records import Prompt
 from connectors.run_dir import RunDir
-from deploy.run_folder import check_files
+from deploy.errors import EnvironmentFailure
+from deploy.run_folder import check_files, locked
 from deploy.status import RunStatus
 from operators.staleness import PRESETS, policy_for
 from operators.staleness.preset import RunShape
@@ -157,6 +158,20 @@ def test_a_run_that_is_there_is_not_run_again(tmp_path: Path) -> None:
     longer = settings_of(*arguments, "--set", "trainer.num_steps=7")
     assert execute(chosen, longer, fourth := Runs()) == 0
     assert fourth.asked == names
+
+
+def test_a_run_that_does_not_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(Failed, match=r"exit code 3: .*none is no model folder"):
+        run(QUICKSTART, setting(), tmp_path / "run", model=tmp_path / "none", limit_s=60,
+            predict=False)  # fmt: skip
+
+
+def test_a_folder_in_which_a_run_is_at_work_is_left_alone(tmp_path: Path) -> None:
+    with locked(RunDir(tmp_path)):
+        (tmp_path / "config.toml").write_text("its own")
+        with pytest.raises(EnvironmentFailure, match="is locked"):
+            run(QUICKSTART, setting(), tmp_path, model=tmp_path, limit_s=60, predict=False)
+    assert (tmp_path / "config.toml").read_text() == "its own"
 
 
 # ------------------------------------------------------------------------------------ numbers
