@@ -30,7 +30,7 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
     lines = [
         f"run        {status['run']}",
         f"step       {status['step']} (version {_version(status['version'])})",
-        f"policy     {policy['name']}, bound {policy['bound']}, lookahead {policy['lookahead']}",
+        f"policy     {_policy(policy)}",
         f"groups     {groups['granted']} granted: {groups['trained']} trained, {groups['closed']} "
         f"closed, {groups['dropped']} dropped, {groups['open']} open{whole}",
         f"staleness  mean {_number(staleness['mean'])}, p99 {_number(staleness['p99'])}, "
@@ -94,6 +94,12 @@ def plain_line(status: Mapping[str, Any]) -> str:
         + (f" · {restarts} restart{'s' * (restarts > 1)}" if restarts else "")
         + (" · STALLED (see stall.txt)" if status["stall"] else "")
     )
+
+
+def _policy(policy: Mapping[str, Any]) -> str:
+    bound = "not strict" if policy["bound"] is None else f"bound {policy['bound']}"
+    ahead = "" if policy["lookahead"] is None else f", lookahead {policy['lookahead']}"
+    return f"{policy['name']}, {bound}{ahead}"
 
 
 def _actions(actions: Mapping[str, Any], kept: str) -> list[str]:

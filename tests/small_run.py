@@ -136,13 +136,15 @@ every_steps = 4
         except (KafkaFailure, OSError, ValueError):
             return []
 
-    def wait_for_step(self, process: subprocess.Popen[bytes], step: int) -> None:
+    def wait_for_step(
+        self, process: subprocess.Popen[bytes], step: int, timeout_s: float = 120.0
+    ) -> None:
         def reached() -> bool:
             assert process.poll() is None, f"headwater run ended early\n{self.logs()}"
             found = self.manifests()
             return bool(found) and found[-1].step >= step
 
-        until(reached, f"step {step}\n{self.logs()}")
+        until(reached, f"step {step}\n{self.logs()}", timeout_s)
 
     def pid(self, role: str) -> int:
         return next(r.pid for r in self.run_dir.roles() if r.name == role)

@@ -77,7 +77,7 @@ def test_a_run_trains_no_token_beyond_its_policys_bound(
     )
     bound = None
     with run.running() as process:
-        run.wait_for_step(process, 8)
+        run.wait_for_step(process, 8, 240.0)
         bound = configured_policy(run.config).bound
         found = list(ages(run))
     assert process.returncode == 0, run.logs()

@@ -125,6 +125,15 @@ def test_the_readable_status_says_what_the_policy_did_and_what_was_waited_for() 
     assert not any(line.startswith(("waits", "actions")) for line in status_lines(status(3)))
 
 
+def test_the_policy_is_shown_with_what_it_has() -> None:
+    for policy, shown in (
+        ({"name": "sync", "bound": 0, "lookahead": 0}, "sync, bound 0, lookahead 0"),
+        ({"name": "trl", "bound": 4, "lookahead": None}, "trl, bound 4"),
+        ({"name": "slime", "bound": None, "lookahead": None}, "slime, not strict"),
+    ):
+        assert f"policy     {shown}" in status_lines(status(1, policy=policy))
+
+
 def test_a_stall_is_seen_in_every_view() -> None:
     stalled = status(3, stall="stalled: sync neither ...\npolicy sync")
     assert "stalled: sync neither ..." in status_lines(stalled)
