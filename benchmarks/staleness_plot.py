@@ -28,7 +28,7 @@ from deploy.simulate.svg import FAINT, INK, Drawing, Point, ticks
 NUM_TIMES: Final = 200
 PANEL: Final = (410.0, 270.0)
 COLUMNS: Final = (70.0, 560.0)
-TOP: Final = 110.0
+TOP: Final = 120.0
 ROW: Final = 350.0
 AGREED: Final = 0.2
 BARS_TOP: Final = 560.0
