@@ -90,3 +90,63 @@ def test_a_run_trains_no_token_beyond_its_policys_bound(
     assert audit["ok"], audit
     assert audit["bound_checked"]
     assert (audit["lost"], audit["bound_violations"], audit["credit_balance"]) == ([], [], 0)
+
+
+SLOW_AGENT = """
+import asyncio
+
+async def rollout(prompt, llm, tools):
+    if int(prompt.prompt.split()[-1]) % 5 == 0:
+        for _ in range(2):
+            await llm.generate((70,))
+            await asyncio.sleep(6)
+    await llm.generate(())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("deadline", {"bound": 1, "lookahead": 1, "at_deadline": "drop"}),
+        ("deadline", {"bound": 1, "lookahead": 1, "at_deadline": "mask"}),
+        ("over-generate", {"then": "requeue"}),
+    ],
+    ids=lambda value: str(value),
+)
+def test_what_takes_too_long_is_cancelled_or_masked_though_worker_and_trainer_are_killed(
+    name: str, parameters: Mapping[str, Any], tmp_path: Path, tiny_model_path: Path
+) -> None:
+    """Every fifth prompt takes many steps' time."""
+    (tmp_path / "agent.py").write_text(SLOW_AGENT)
+    run = SmallRun(
+        tmp_path,
+        tiny_model_path,
+        settings={
+            "tasks.even.agent": "agent.py:rollout",
+            "staleness.policy": name,
+            "trainer.num_steps": 10_000,
+            **{f"staleness.parameters.{key}": value for key, value in parameters.items()},
+        },
+    )
+    with run.running() as process:
+        run.wait_for_step(process, 3, 240.0)
+        run.kill("dataflow")
+        run.wait_for_step(process, 6, 240.0)
+        run.kill("trainer")
+        run.wait_for_step(process, 10, 240.0)
+        bound = configured_policy(run.config).bound
+        found = list(ages(run))
+    assert bound is not None
+    assert max(found) <= bound
+    audit, did = run.ask("audit"), run.ask("status")["staleness_actions"]
+    assert audit["ok"], audit
+    assert (audit["lost"], audit["bound_violations"], audit["credit_balance"]) == ([], [], 0)
+    if parameters.get("at_deadline") == "drop":
+        assert did["cancels"]["close"]["stale"] > 0
+        assert audit["closed_by_reason"]["stale"] > 0
+    elif parameters.get("at_deadline") == "mask":
+        assert did["masked_tokens"] > 0
+    else:
+        assert did["cancels"]["requeue"]["cancelled"] > 0
+        assert audit["closed_by_reason"] == {}
