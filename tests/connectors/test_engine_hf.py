@@ -90,6 +90,9 @@ def test_a_prompt_longer_than_one_forward_pass_is_prefilled_in_parts(model: Any)
 
 
 def test_a_cache_too_small_for_all_still_gives_every_sample_the_same_tokens(model: Any) -> None:
+    """In float64: rounding, which differs with the number of rows in a pass and from machine to
+    machine, else tips a draw that is close to the edge between two tokens."""
+    model = copy.deepcopy(model).double()
     wide: list[tuple[int, ...]] = []
 
     async def roomy(engine: DecodingEngine, _: Decoder) -> None:
@@ -102,7 +105,7 @@ def test_a_cache_too_small_for_all_still_gives_every_sample_the_same_tokens(mode
         assert [c.token_ids for c in done] == wide
 
     play(model, roomy)
-    play(model, tight, kv_bytes=1 << 16, page_tokens=16, context_tokens=112)
+    play(model, tight, kv_bytes=1 << 17, page_tokens=16, context_tokens=112)
 
 
 def test_logits_that_are_not_finite_end_the_sample_as_an_error(model: Any) -> None:
