@@ -223,6 +223,7 @@ class Feed:
             closing(PolicyTail(cluster, offset=core.policy_offset, epoch=self.epoch))
         )
         self._intake = opened(closing(Intake(cluster, core, self._producer, self._untrainable)))
+        self._intake.catch_up()
         self._load = None
         if self._engines is not None:
             self._load = opened(closing(LoadPoll(self._engines, self._hear_load)))

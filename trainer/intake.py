@@ -47,6 +47,12 @@ class Intake:
             if entry.coordinate is not None:
                 self._read_again(entry, entry.coordinate)
 
+    def catch_up(self) -> None:
+        """Takes in what the log holds already. Whoever asks the policy sooner shows it groups as
+        running that ended long ago."""
+        for record in self._reader.read_to(self._reader.ends()):
+            self._take_in(record)
+
     def read(self, timeout_s: float) -> bool:
         """Takes in what is there within `timeout_s`; whether there was anything."""
         records = self._reader.poll(timeout_s)

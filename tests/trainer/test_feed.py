@@ -32,7 +32,8 @@ from connectors.records import (
     encode,
 )
 from operators.staleness import policy
-from operators.staleness.types import StalenessPolicy
+from operators.staleness.n_step_off import NStepOff, Slots
+from operators.staleness.types import Choice, Ledger, StalenessPolicy
 from tests.broker_process import BrokerProcess
 from trainer.accounts import LedgerBroken
 from trainer.feed import Feed, FeedFailed, StepInput
@@ -321,6 +322,27 @@ def test_a_group_under_another_ones_key_is_corrupt(world: World) -> None:
     world.write(0, world.gid(0, 0), encode_group(world.group(0, 5)), "group")
     assert eventually(lambda: world.limits() == (2, 0))
     assert eventually(lambda: feed.status().get("closed") == 1)
+
+
+def test_after_a_restart_the_policy_first_sees_what_ended_meanwhile(world: World) -> None:
+    num = 600  # more than one poll returns
+    world.prompts(0, num)
+    feed = world.feed(n=1, batch_size=num // 2)
+    feed.published(v(0), "d")
+    feed.close()
+    for offset in range(num):
+        world.refuse(0, offset)
+    seen: list[int] = []
+
+    class Watched(NStepOff):
+        def choose(self, state: Slots, ledger: Ledger) -> Choice:
+            seen.append(len(ledger.running))
+            return super().choose(state, ledger)
+
+    again = world.feed(batch_size=num // 2, subject=Watched(n=1))
+    again.published(v(0), "d")
+    assert eventually(lambda: again.status()["closed"] == num)
+    assert set(seen) == {0}
 
 
 def test_after_a_crash_every_group_is_trained_once_from_the_checkpoint_on(world: World) -> None:
