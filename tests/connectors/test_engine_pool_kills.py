@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -49,6 +50,7 @@ async def told(engine: EngineProcess, wanted: str) -> EngineState:
         await client.close()
 
 
+@pytest.mark.slow
 def test_no_request_is_lost_when_one_of_two_engines_is_killed_and_comes_back(
     tmp_path: Path,
 ) -> None:

@@ -350,7 +350,11 @@ def kill_while_vllm_is_stopped(engine: EngineProcess) -> None:
 
 @pytest.mark.parametrize(
     ("end", "code"),
-    [(EngineProcess.stop, 0), (EngineProcess.kill, None), (kill_while_vllm_is_stopped, None)],
+    [
+        pytest.param(EngineProcess.stop, 0, marks=pytest.mark.slow),
+        pytest.param(EngineProcess.kill, None, marks=pytest.mark.slow),
+        (kill_while_vllm_is_stopped, None),
+    ],
 )
 def test_vllms_processes_end_with_their_engine_and_leave_no_file(
     tmp_path: Path,

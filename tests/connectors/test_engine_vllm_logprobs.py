@@ -149,7 +149,9 @@ class Trial:
         self._engine.stop()
 
 
-@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "tie", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"]
+)
 def test_log_probs_are_their_versions_across_twenty_publishes(tmp_path: Path, tie: bool) -> None:
     trial = Trial(tmp_path, tie=tie)
     try:

@@ -134,7 +134,12 @@ def test_the_context_is_no_longer_than_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "damage", "said"),
     [
-        ("kv_cache_memory_bytes = 200000", False, "lower model.context_tokens"),
+        pytest.param(
+            "kv_cache_memory_bytes = 200000",
+            False,
+            "lower model.context_tokens",
+            marks=pytest.mark.slow,
+        ),
         ("", True, "any model weights"),
     ],
 )

@@ -20,9 +20,8 @@ from deploy.gpu_check import LIMITS_S, main, run
 from tests.vllm_gate import requires_vllm
 
 MARKS: dict[str, tuple[pytest.MarkDecorator, ...]] = {
-    "vllm-memory": (requires_vllm, pytest.mark.slow),  # the other way is tested on the other kind
-    "vllm-group": (requires_vllm,),
-    "hf-group": (pytest.mark.slow,),
+    "vllm-memory": (requires_vllm, pytest.mark.slow),
+    "vllm-group": (requires_vllm, pytest.mark.slow),
 }
 
 
