@@ -78,7 +78,11 @@ class UserCode:
             lane = self._lane
             entry = _Call(lane, call)
             lane.submit(entry)
-            await asyncio.wait({entry.started}, timeout=START_S)
+            try:
+                await asyncio.wait({entry.started}, timeout=START_S)
+            except BaseException:
+                entry.abandon()
+                raise
             if entry.started.done():
                 return entry
             entry.abandon()
