@@ -40,6 +40,7 @@ from operators.staleness.types import (
     Granted,
     Ledger,
     OpenGroup,
+    Requeued,
     StalenessPolicy,
 )
 from trainer.accounts import DROP_REASON, Accounts, LedgerBroken
@@ -49,9 +50,9 @@ from trainer.grants import group_credits, spread
 
 class FeedCore:
     """The ledger of one run. `accounts` say what each granted group came to; `committed` are those
-    of the step that fills, in the order the policy chose; `too_old` and `held` what it dropped and
-    kept back when it was last asked; `actions` what it did since the last step, counted by
-    `drops/REASON`, `holds` and `cancels/THEN/REASON`."""
+    of the step that fills, in the order the policy chose; `too_old` what it dropped when it was
+    last asked; `actions` what it did since the last step, counted by `drops/REASON`, `holds` and
+    `cancels/THEN/REASON`."""
 
     def __init__(
         self,
@@ -75,7 +76,6 @@ class FeedCore:
         self.lineage = dict(state.lineage)
         self.committed: dict[str, None] = {}
         self.too_old: tuple[str, ...] = ()
-        self.held: frozenset[str] = frozenset()
         self.actions = Counter(state.actions)
         self._ever_held: set[str] = set()
         self._mask_before: Version | None = None
@@ -138,6 +138,8 @@ class FeedCore:
         for group_id in self.accounts.grant(announcement.limits, announcement.version):
             self._observe(Granted(group_id, announcement.version))
         for cancel in announcement.cancels:
+            if cancel.then == "requeue" and self.accounts.may_cancel(cancel, announcement.version):
+                self._observe(Requeued(cancel.group_id, announcement.version))
             self.accounts.cancel(cancel, announcement.version)
             self.actions[f"cancels/{cancel.then}/{cancel.reason}"] += 1
 
@@ -200,10 +202,11 @@ class FeedCore:
     # ------------------------------------------------------------------------------------- steps
     def choose(self) -> ClosedStep | None:
         """Commits what the policy chooses; the closed step once it is full."""
-        choice = self.choice()
-        self.too_old, self.held = choice.drop, frozenset(choice.hold)
-        self.actions["holds"] += len(self.held - self._ever_held)
-        self._ever_held |= self.held
+        ledger = self.ledger()
+        choice = self.policy.choose(self._policy_state, ledger)
+        self.too_old, held = choice.drop, frozenset(ledger.held(choice))
+        self.actions["holds"] += len(held - self._ever_held)
+        self._ever_held |= held
         self._mask_before = max(self._mask_before, choice.mask_before, key=_or_none)
         for group_id in choice.drop:
             self.drop(group_id)
@@ -312,7 +315,7 @@ class FeedCore:
             free_slots=self.batch_size - len(self.committed),
             group_size=self.group_size,
             groups=tuple(
-                _open_group(entry, self.group_size, held=entry.group_id in self.held)
+                _open_group(entry, self.group_size)
                 for entry in self.accounts.open.values()
                 if entry.group_id not in self.committed
             ),
@@ -371,7 +374,7 @@ def _or_none(version: Version | None) -> Version:
     return Version(-1, -1) if version is None else version
 
 
-def _open_group(entry: Entry, group_size: int, *, held: bool) -> OpenGroup:
+def _open_group(entry: Entry, group_size: int) -> OpenGroup:
     running = entry.coordinate is None
     return OpenGroup(
         group_id=entry.group_id,
@@ -380,7 +383,7 @@ def _open_group(entry: Entry, group_size: int, *, held: bool) -> OpenGroup:
         oldest=entry.oldest,
         newest=entry.newest,
         admitted_at=entry.admitted_at,
-        state="running" if running else "held" if held else "ready",
+        state="running" if running else "ready",
         order=entry.order,
         ready_order=entry.ready_order,
         num_running=group_size if running else 0,

@@ -7,13 +7,10 @@ from typing import Any, Final, Literal
 
 from connectors.config import Config, ConfigError, Staleness
 from operators.staleness import policy_for
-from operators.staleness.deadline import PRESETS, Deadline
+from operators.staleness.deadline import Deadline
 from operators.staleness.n_step_off import NStepOff
 from operators.staleness.preset import RunShape
 from operators.staleness.types import StalenessPolicy
-
-LOOKAHEAD: Final = 2
-"""Of `deadline` where nothing is said, if its bound allows it."""
 
 _NAME: Final = "staleness_policy"
 _BOUND: Final = "staleness_bound"
@@ -74,11 +71,7 @@ def _of_deadline(fields: Mapping[str, Any], parameters: Mapping[str, Any]) -> di
                 f"staleness.{key}: is given twice, as {value!r} and as parameters.{key} = "
                 f"{parameters[key]!r}"
             )
-    chosen = {**parameters, **{k: value for k, value in fields.items() if value is not None}}
-    bound = chosen.get("bound", PRESETS["deadline"].parameters["bound"].default)
-    if isinstance(bound, int):
-        chosen.setdefault("lookahead", min(LOOKAHEAD, bound))
-    return chosen
+    return {**parameters, **{k: value for k, value in fields.items() if value is not None}}
 
 
 def _check_bound(bound: int, policy: StalenessPolicy[Any]) -> None:

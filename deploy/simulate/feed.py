@@ -25,6 +25,7 @@ from operators.staleness.types import (
     Granted,
     Ledger,
     OpenGroup,
+    Requeued,
     StalenessPolicy,
 )
 from trainer.grants import group_credits
@@ -144,7 +145,7 @@ class Feed:
                 changed = True
             elif group.oldest < self._published:
                 self._open[cancel.group_id] = replace(group, oldest=self._published)
-                self._changed()
+                self._observe(Requeued(cancel.group_id, self._published))
                 self._give_up(cancel.group_id, "requeued")
                 changed = True
         return changed

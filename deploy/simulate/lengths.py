@@ -97,7 +97,8 @@ class Lognormal:
     most: int
 
     def __post_init__(self) -> None:
-        _require(self.sigma > 0, f"sigma must be above 0, got {self.sigma}")
+        _require(math.isfinite(self.mu), f"mu must be finite, got {self.mu}")
+        _require(0 < self.sigma < math.inf, f"sigma must be finite and above 0, got {self.sigma}")
         _require(self.most >= 1, f"most must be at least 1, got {self.most}")
 
     @property
@@ -124,7 +125,7 @@ class PowerLaw:
 
     def __post_init__(self) -> None:
         _require(1 <= self.least <= self.most, f"needs 1 <= least <= most, got {self}")
-        _require(self.alpha > 0, f"alpha must be above 0, got {self.alpha}")
+        _require(0 < self.alpha < math.inf, f"alpha must be finite and above 0, got {self.alpha}")
 
     @property
     def longest(self) -> int:

@@ -3,7 +3,8 @@
     deadline,nemo-windowed,deadline(bound=8,lookahead=2)
 
 A name takes its framework's own parameters in parentheses. `--bound` and `--lookahead` set, of each
-policy that has one, the parameter that means it, where the parentheses do not.
+policy that has one, the parameter that means it, where the parentheses do not; where the bound
+follows from several, to the value that gives it beside the others.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from connectors.config import ConfigError
 from operators.staleness import policy_for
 from operators.staleness.preset import RunShape
 from operators.staleness.types import StalenessPolicy
-from trainer.staleness import LOOKAHEAD
 
 COMPARED: Final = (
     "sync", "one-step-off", "nemo-in-order", "nemo-weight-fifo", "nemo-windowed",
@@ -27,25 +27,61 @@ COMPARED: Final = (
 """Where nothing names a policy: one of each kind, at the same bound."""
 COMPARED_BOUND: Final = 4
 
-BOUNDS: Final[Mapping[str, tuple[str, Callable[[int], int]]]] = {
-    "areal": ("max_head_offpolicyness", lambda n: n),
-    "deadline": ("bound", lambda n: n),
-    "n-step-off": ("n", lambda n: n),
-    "nemo-in-order": ("max_lookahead_versions", lambda n: n),
-    "nemo-ready-first": ("max_staleness_versions", lambda n: n),
-    "nemo-weight-fifo": ("max_staleness_versions", lambda n: n),
-    "nemo-windowed": ("max_staleness_versions", lambda n: n),
-    "openrlhf": ("async_queue_size", lambda n: n),
-    "prime-rl": ("max_off_policy_steps", lambda n: n),
-    "psrl-roc": ("staleness", lambda n: n),
-    "roll": ("async_generation_ratio", lambda n: n),
-    "skyrl": ("max_staleness_steps", lambda n: n),
-    "trl": ("max_staleness", lambda n: n),
-    "verl-drop": ("max_off_policy_threshold", lambda n: n + 1),
-    "verl-wait": ("max_off_policy_threshold", lambda n: n + 1),
+Parameters = Mapping[str, Any]
+
+
+class Bounding(NamedTuple):
+    """The parameter that means the bound, and what is set for a bound of n beside the other
+    parameters in a run of that shape. ValueError where nothing gives that bound."""
+
+    parameter: str
+    chosen: Callable[[int, Parameters, RunShape], Parameters]
+
+
+def _plain(parameter: str, *, more: int = 0) -> Bounding:
+    return Bounding(parameter, lambda n, others, shape: {parameter: n + more})
+
+
+def _waiting(n: int, others: Parameters, shape: RunShape) -> Parameters:
+    """A threshold T bounds at T + w - 2 if w and T - 1 are at least 1; at w = 0 any bounds at 0."""
+    without: Any = policy_for("verl-wait", shape, **others)
+    w = without.num_warmup_batches
+    if n < w or n > w == 0:
+        rule = f"at least num_warmup_batches, here {w}" if w else "0 where num_warmup_batches is 0"
+        raise ValueError(f"verl-wait: the bound is {rule}, got {n}")
+    return {"max_off_policy_threshold": n + 2 - w}
+
+
+def _window(n: int, others: Parameters, shape: RunShape) -> Parameters:
+    """The widest window W that keeps a bound of S + ceil((W - 1) / B); S is at most its default."""
+    policy_for("windowed-fifo", shape, **others)  # refuses an S that cannot be
+    ahead = others.get("target_offpolicy_steps", min(3, n))
+    if ahead > n:
+        raise ValueError(
+            f"windowed-fifo: target_offpolicy_steps must be at most the bound {n}, got {ahead}"
+        )
+    return {"target_offpolicy_steps": ahead, "window_size": (n - ahead) * shape.batch_size + 1}
+
+
+BOUNDS: Final[Mapping[str, Bounding]] = {
+    "areal": _plain("max_head_offpolicyness"),
+    "deadline": _plain("bound"),
+    "n-step-off": _plain("n"),
+    "nemo-in-order": _plain("max_lookahead_versions"),
+    "nemo-ready-first": _plain("max_staleness_versions"),
+    "nemo-weight-fifo": _plain("max_staleness_versions"),
+    "nemo-windowed": _plain("max_staleness_versions"),
+    "openrlhf": _plain("async_queue_size"),
+    "prime-rl": _plain("max_off_policy_steps"),
+    "psrl-roc": _plain("staleness"),
+    "roll": _plain("async_generation_ratio"),
+    "skyrl": _plain("max_staleness_steps"),
+    "trl": _plain("max_staleness"),
+    "verl-drop": _plain("max_off_policy_threshold", more=1),  # its span counts the step itself
+    "verl-wait": Bounding("max_off_policy_threshold", _waiting),
+    "windowed-fifo": Bounding("window_size", _window),
 }
-"""The parameter that means the bound, and its value for a bound of n; a nominal bound where the
-policy is not strict. The bound of `windowed-fifo` follows from two (`_windowed_fifo`)."""
+"""A nominal bound where the policy is not strict."""
 LOOKAHEADS: Final = {
     "deadline": "lookahead",
     "n-step-off": "n",
@@ -62,7 +98,7 @@ class Configured:
     """What `[staleness]` of a configuration says."""
 
     name: str
-    parameters: Mapping[str, Any]
+    parameters: Parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +107,7 @@ class Subject:
 
     label: str
     policy: StalenessPolicy[Any]
-    parameters: Mapping[str, Any]
+    parameters: Parameters
 
 
 def subjects(
@@ -92,11 +128,9 @@ def subjects(
     else:
         named = [(name, {}) for name in COMPARED]
         bound = COMPARED_BOUND if bound is None else bound
-        lookahead = min(bound, LOOKAHEAD) if lookahead is None else lookahead
     _check_flags([name for name, _ in named], bound, lookahead)
     return tuple(
-        _subject(name, given, shape, _from_flags(name, shape, bound, lookahead), configured)
-        for name, given in named
+        _subject(name, given, shape, bound, lookahead, configured) for name, given in named
     )
 
 
@@ -120,57 +154,37 @@ def parse(spec: str) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def label(name: str, parameters: Mapping[str, Any]) -> str:
+def label(name: str, parameters: Parameters) -> str:
     said = ",".join(f"{key}={_written(value)}" for key, value in parameters.items())
     return f"{name}({said})" if said else name
 
 
 def _subject(
     name: str,
-    given: Mapping[str, Any],
+    given: Parameters,
     shape: RunShape,
-    flags: Mapping[str, Any],
+    bound: int | None,
+    lookahead: int | None,
     configured: Configured | None,
 ) -> Subject:
-    base = configured.parameters if configured is not None and configured.name == name else {}
-    parameters = {**base, **flags, **given}
-    if name == "deadline" and isinstance(bound := parameters.get("bound"), int):
-        parameters.setdefault("lookahead", min(LOOKAHEAD, bound))
+    parameters: dict[str, Any] = {}
+    if configured is not None and configured.name == name:
+        parameters.update(configured.parameters)
+    if lookahead is not None and name in LOOKAHEADS:
+        parameters[LOOKAHEADS[name]] = lookahead
+    parameters.update(given)
     try:
+        if bound is not None and name in BOUNDS and BOUNDS[name].parameter not in given:
+            parameters.pop(BOUNDS[name].parameter, None)
+            parameters.update(BOUNDS[name].chosen(bound, parameters, shape))
         policy = policy_for(name, shape, **parameters)
     except ValueError as error:
         raise ConfigError(f"--policy: {error}") from error
     return Subject(label=label(name, given), policy=policy, parameters=parameters)
 
 
-def _from_flags(
-    name: str, shape: RunShape, bound: int | None, lookahead: int | None
-) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if lookahead is not None and name in LOOKAHEADS:
-        found[LOOKAHEADS[name]] = lookahead
-    if bound is not None and name in BOUNDS:
-        parameter, own = BOUNDS[name]
-        found[parameter] = own(bound)
-    if bound is not None and name == "windowed-fifo":
-        return _windowed_fifo(shape, bound, lookahead)
-    return found
-
-
-def _windowed_fifo(shape: RunShape, bound: int, lookahead: int | None) -> dict[str, Any]:
-    """The widest window that keeps a bound of S + ceil((W - 1) / B), S at most its own default."""
-    ahead = min(3, bound) if lookahead is None else lookahead
-    if ahead > bound:
-        raise ConfigError(
-            f"--policy: windowed-fifo: lookahead must be at most the bound {bound}, got {ahead}"
-        )
-    window = (bound - ahead) * shape.batch_size + 1
-    return {"target_offpolicy_steps": ahead, "window_size": window}
-
-
 def _check_flags(names: Sequence[str], bound: int | None, lookahead: int | None) -> None:
-    bounded = {*BOUNDS, "windowed-fifo"}
-    for flag, value, known in (("bound", bound, bounded), ("lookahead", lookahead, LOOKAHEADS)):
+    for flag, value, known in (("bound", bound, BOUNDS), ("lookahead", lookahead, LOOKAHEADS)):
         if value is not None and not any(name in known for name in names):
             raise ConfigError(
                 f"--{flag} {value}: {', '.join(names)} {'has' if len(names) == 1 else 'have'} no "

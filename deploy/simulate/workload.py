@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from deploy.simulate.lengths import Lengths, Lognormal
-from operators.staleness.preset import RunShape
+from operators.staleness.preset import Count, Number, Parameter, RunShape, check
 
 Inflight = Literal["keep", "slices", "restart"]
 
@@ -24,6 +24,15 @@ class Tools:
     chance: float
     pause_s: float
 
+    def __post_init__(self) -> None:
+        _check(
+            "tools",
+            self,
+            turn_tokens=Count(least=1),
+            chance=Number(most=1),
+            pause_s=Number(),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cohorts:
@@ -33,6 +42,15 @@ class Cohorts:
     factor: float
     num_batches: int
     every: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(
+            "cohorts",
+            self,
+            factor=Number(positive=True),
+            num_batches=Count(),
+            every=Count(least=1, optional=True),
+        )
 
     def slows(self, batch: int) -> bool:
         return (batch if self.every is None else batch % self.every) < self.num_batches
@@ -85,9 +103,11 @@ class Workload:
     time_cap_s: float | None = None
 
     def __post_init__(self) -> None:
+        what = f"workload {self.name}"
+        _check(what, self, **_NUMBERS)
         for rule, holds in _rules(self):
             if not holds:
-                raise ValueError(f"workload {self.name}: {rule}")
+                raise ValueError(f"{what}: {rule}")
 
     @property
     def shape(self) -> RunShape:
@@ -99,29 +119,56 @@ class Workload:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """One time, or several of which each is as likely."""
+
+    default: float = 0.0
+
+    def check(self, value: Any) -> str | None:
+        several = value if isinstance(value, tuple) else (value,)
+        broken = (Number().check(time) for time in several)
+        return next(filter(None, broken), None) if several else "must hold at least one time"
+
+
+_NUMBERS: Final[Mapping[str, Parameter]] = {
+    "batch_size": Count(least=1),
+    "group_size": Count(least=1),
+    "num_engines": Count(least=1),
+    "num_slots": Count(least=1),
+    "token_s": Number(positive=True),
+    "token_s_per_sequence": Number(),
+    "kv_tokens": Count(least=1, optional=True),
+    "prompt_tokens": Count(),
+    "prefill_tokens_per_s": Number(positive=True, optional=True),
+    "reward_s": _Times(),
+    "train_s": Number(),
+    "train_s_per_token": Number(),
+    "publish_s": Number(),
+    "slice_tokens": Count(least=1),
+    "failure_rate": Number(most=1),
+    "time_cap_s": Number(positive=True, optional=True),
+}
+
+
+def _check(what: str, of: object, **rules: Parameter) -> None:
+    try:
+        check(rules, {name: getattr(of, name) for name in rules})
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
+
+
 def _rules(w: Workload) -> tuple[tuple[str, bool], ...]:
+    """Those over several."""
     longest = w.prompt_tokens + w.lengths.longest
-    kv_tokens = longest if w.kv_tokens is None else w.kv_tokens // max(1, w.num_engines)
-    counts = (w.batch_size, w.group_size, w.num_engines, w.slice_tokens)
-    rewards_s = w.reward_s if isinstance(w.reward_s, tuple) else (w.reward_s,)
-    times = (w.token_s_per_sequence, *rewards_s, w.train_s, w.train_s_per_token, w.publish_s)
+    kv_tokens = longest if w.kv_tokens is None else w.kv_tokens // w.num_engines
     return (
-        (
-            "batch_size, group_size, num_engines and slice_tokens must be at least 1",
-            min(counts) > 0,
-        ),
         (
             f"each of {w.num_engines} engines needs a slot: num_slots must be a multiple of "
             f"num_engines, got {w.num_slots}",
-            w.num_slots > 0 and w.num_slots % w.num_engines == 0,
+            w.num_slots % w.num_engines == 0,
         ),
-        (f"token_s must be above 0, got {w.token_s}", w.token_s > 0),
-        ("reward_s must hold at least one time", len(rewards_s) > 0),
-        ("seconds must not be negative", min(times) >= 0),
-        (f"prompt_tokens must not be negative, got {w.prompt_tokens}", w.prompt_tokens >= 0),
-        ("prefill_tokens_per_s must be above 0", (w.prefill_tokens_per_s or 1) > 0),
-        ("time_cap_s must be above 0", (w.time_cap_s or 1) > 0),
-        (f"failure_rate must be in [0, 1), got {w.failure_rate}", 0 <= w.failure_rate < 1),
+        (f"failure_rate must be below 1, got {w.failure_rate}", w.failure_rate < 1),
         (
             f"an engine's share of kv_tokens ({kv_tokens}) must hold prompt and longest "
             f"trajectory ({longest})",

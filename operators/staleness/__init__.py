@@ -27,7 +27,7 @@ from operators.staleness import (
     verl,
     windowed_fifo,
 )
-from operators.staleness.preset import REQUIRED, Preset, RunShape
+from operators.staleness.preset import REQUIRED, Preset, RunShape, check
 from operators.staleness.types import StalenessPolicy
 
 FAMILIES = (
@@ -53,28 +53,26 @@ PRESETS: Mapping[str, Preset] = {
 }
 
 
-def policy(name: str, **parameters: Any) -> StalenessPolicy[Any]:
+def policy(name: str, /, **parameters: Any) -> StalenessPolicy[Any]:
     """The policy of that name; what is left out has the framework's own default. ValueError, one
     line, for an unknown name or parameter (with the nearest known one), a missing parameter, or
     values that break a rule (with the rule)."""
     preset = _preset(name)
-    for key, value in parameters.items():
+    for key in parameters:
         if key not in preset.parameters:
             raise ValueError(f"{name}: unknown parameter {key!r}{_nearest(key, preset.parameters)}")
-        broken = preset.parameters[key].check(value)
-        if broken:
-            raise ValueError(f"{name}: {key} {broken}, got {value!r}")
     chosen = {key: parameters.get(key, p.default) for key, p in preset.parameters.items()}
-    missing = [key for key, value in chosen.items() if value is REQUIRED]
-    if missing:
-        raise ValueError(f"{name}: parameter {missing[0]!r} is missing")
     try:
+        check(preset.parameters, parameters)
+        missing = [key for key, value in chosen.items() if value is REQUIRED]
+        if missing:
+            raise ValueError(f"parameter {missing[0]!r} is missing")
         return preset.build(**chosen)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 
 
-def policy_for(name: str, shape: RunShape, **parameters: Any) -> StalenessPolicy[Any]:
+def policy_for(name: str, shape: RunShape, /, **parameters: Any) -> StalenessPolicy[Any]:
     """The policy of that name for a run of that shape, which gives what `parameters` leave out
     before the framework's defaults do. Raises as `policy`, also for a parameter that contradicts
     the run."""

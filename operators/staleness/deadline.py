@@ -36,18 +36,19 @@ keep the rule above, so training neither stops nor exceeds the bound.
   drop      never waits; a ready group over age is dropped, a running one past its deadline is
             cancelled
   mask      never waits; tokens over age are masked. A group with none left is dropped. So are, for
-            `bound` steps after a rollback, groups over age: no single version parts their old
+            `bound` + 1 steps after a rollback, groups over age: no single version parts their old
             tokens from those of others
   reweight  never waits; the loss of a late token is multiplied by decay ** (staleness - bound)
 The last three commit whatever is ready, oldest first.
 
-Parameters: bound, lookahead (or "auto", see `operators.staleness.pace`), at_deadline, decay.
-unit: group. Strict with its bound, per token under `mask`; `reweight` is not strict.
+Parameters: bound (4), lookahead (min(2, bound); or "auto", see `operators.staleness.pace`),
+at_deadline (wait), decay (0.9; only with reweight). Unit: group. Strict with its bound, per token
+under `mask`; `reweight` is not strict.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from connectors.records import Cancel, Version
 from operators.staleness.feasible import plan
@@ -56,6 +57,10 @@ from operators.staleness.preset import Count, CountOr, Number, OneOf, Preset
 from operators.staleness.types import Choice, Event, Ledger, OpenGroup, Unit
 
 AtDeadline = Literal["wait", "mask", "drop", "reweight"]
+
+LOOKAHEAD: Final = 2
+"""Where nothing is said, if the bound allows it."""
+DECAY: Final = 0.9
 
 
 class Deadline:
@@ -141,18 +146,16 @@ def _commit_what_others_can_spare(ledger: Ledger, bound: int) -> Choice:
         if not planned.places.commit(planned.slack[group.oldest]):
             break  # of a larger slack, none can be spared either
         num_committed += 1
-    kept_back = ready[num_committed:] if num_committed < ledger.free_slots else []
     return Choice(
         commit=tuple(group.group_id for group in ready[:num_committed]),
         drop=tuple(group.group_id for group in planned.late if group.state != "running"),
-        hold=tuple(group.group_id for group in kept_back),
     )
 
 
 def mask_below(ledger: Ledger, bound: int) -> Version | None:
     """The version that parts tokens over age from the others at the open step: all below it are
-    over age and none above. None where none can be, or, for `bound` steps after a rollback, where
-    no version parts them (versions that were given up are older than lower ones of their
+    over age and none above. None where none can be, or, for `bound` + 1 steps after a rollback,
+    where no version parts them (versions that were given up are older than lower ones of their
     incarnation). The same for a whole step."""
     incarnation, number = ledger.version.incarnation, ledger.version.number - bound
     while (fork := ledger.lineage.get(incarnation)) is not None and number <= fork.number:
@@ -166,14 +169,32 @@ def _newest(group: OpenGroup) -> Version:
     return group.newest if group.newest is not None else group.oldest
 
 
+def _built(
+    bound: int,
+    lookahead: int | Literal["auto"] | None,
+    at_deadline: AtDeadline,
+    decay: float | None,
+) -> Deadline:
+    if decay is not None and at_deadline != "reweight":
+        raise ValueError(
+            f"decay needs at_deadline 'reweight', got decay {decay} and at_deadline {at_deadline!r}"
+        )
+    return Deadline(
+        bound=bound,
+        lookahead=min(LOOKAHEAD, bound) if lookahead is None else lookahead,
+        at_deadline=at_deadline,
+        decay=DECAY if decay is None else decay,
+    )
+
+
 PRESETS = {
     "deadline": Preset(
-        build=Deadline,
+        build=_built,
         parameters={
             "bound": Count(4),
-            "lookahead": CountOr("auto", 2),
+            "lookahead": CountOr("auto", None, optional=True),
             "at_deadline": OneOf(("wait", "mask", "drop", "reweight"), "wait"),
-            "decay": Number(0.9, most=1.0),
+            "decay": Number(None, most=1.0, optional=True),
         },
     ),
 }

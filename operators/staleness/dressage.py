@@ -40,17 +40,23 @@ from operators.staleness.preset import Count, Preset
 from operators.staleness.types import (
     Arrived,
     Choice,
+    Closed,
+    Committed,
     Event,
     Ledger,
     OpenGroup,
+    Requeued,
     Unit,
 )
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """The newest versions that groups ended with, ascending."""
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """versions  the newest that groups ended with, ascending
+    restarts  of each running group that had any
+    """
 
     versions: tuple[Version, ...] = ()
+    restarts: dict[str, int] = {}
 
 
 class Dressage:
@@ -77,9 +83,20 @@ class Dressage:
         return Seen()
 
     def observe(self, state: Seen, event: Event) -> Seen:
-        if not isinstance(event, Arrived) or self.num_kept == 0:
-            return state
-        return Seen(tuple(sorted({*state.versions, event.newest})[-self.num_kept :]))
+        match event:
+            case Requeued(group_id):
+                restarts = {**state.restarts, group_id: state.restarts.get(group_id, 0) + 1}
+                return Seen(versions=state.versions, restarts=restarts)
+            case Arrived(group_id, newest=newest):
+                versions = sorted({*state.versions, newest})[-self.num_kept :]
+                return Seen(
+                    versions=tuple(versions) if self.num_kept else (),
+                    restarts=_without(state.restarts, group_id),
+                )
+            case Closed(group_id) | Committed(group_id):
+                return Seen(versions=state.versions, restarts=_without(state.restarts, group_id))
+            case _:
+                return state
 
     def credits(self, state: Seen, ledger: Ledger) -> int:
         if len(ledger.ready) - ledger.free_slots >= self.watermark:
@@ -90,7 +107,7 @@ class Dressage:
         cancels = []
         for group in ledger.running:
             if self._switched(ledger, group, ledger.published):
-                again = self._num_restarts(ledger, group) < self.max_retries
+                again = state.restarts.get(group.group_id, 0) < self.max_retries
                 cancels.append(Cancel(group.group_id, "requeue" if again else "close", "stale"))
         return tuple(cancels)
 
@@ -114,10 +131,9 @@ class Dressage:
             return False
         return lag(newest, group.oldest, ledger.lineage) > self.max_switches
 
-    def _num_restarts(self, ledger: Ledger, group: OpenGroup) -> int:
-        """The start of a running group moves with each restart, past the limit each time."""
-        moved = lag(group.oldest, group.admitted_at, ledger.lineage)
-        return moved // ((self.max_switches or 0) + 1)
+
+def _without(restarts: dict[str, int], group_id: str) -> dict[str, int]:
+    return {known: number for known, number in restarts.items() if known != group_id}
 
 
 PRESETS = {

@@ -1,7 +1,7 @@
 """What a preset takes: its parameters, their rules, and what of them a run decides.
 
-`Parameter`s are checked one by one here; a rule over several is the policy's constructor's, which
-raises ValueError with the rule and the values.
+`Parameter`s are checked one by one here; a rule over several is `build`'s, which raises ValueError
+with the rule and the values.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any, Final, Protocol
 from operators.staleness.types import StalenessPolicy
 
 REQUIRED: Final = object()
+MOST: Final = 10**12
+"""Of any number: no run comes near, and products of a few stay within floats."""
 
 
 class Parameter(Protocol):
@@ -37,22 +39,26 @@ class Count:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < self.least:
             return f"must be an integer of at least {self.least}"
-        return None
+        return None if value <= MOST else f"must be at most {MOST:g}"
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number of at least `least` and at most `most`."""
+    """A number of at least 0, above it where it is `positive`, and at most `most`; None too where
+    it is `optional`."""
 
     default: Any = REQUIRED
-    least: float = 0.0
-    most: float = float("inf")
+    most: float = MOST
+    positive: bool = False
+    optional: bool = False
 
     def check(self, value: Any) -> str | None:
+        if value is None and self.optional:
+            return None
         wrong = isinstance(value, bool) or not isinstance(value, int | float)
-        if wrong or not self.least <= value <= self.most or value == float("inf"):
-            upper = "" if self.most == float("inf") else f" and at most {self.most:g}"
-            return f"must be a number of at least {self.least:g}{upper}"
+        if wrong or not 0 <= value <= self.most or (self.positive and value == 0):
+            least = "above 0" if self.positive else "of at least 0"
+            return f"must be a number {least} and at most {self.most:g}"
         return None
 
 
@@ -77,16 +83,24 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class CountOr:
-    """An integer of at least `least`, or `word`."""
+    """An integer of at least 0, or `word`; None too where it is `optional`."""
 
     word: str
     default: Any = REQUIRED
-    least: int = 0
+    optional: bool = False
 
     def check(self, value: Any) -> str | None:
-        if value == self.word or Count(least=self.least).check(value) is None:
-            return None
-        return f"must be an integer of at least {self.least} or {self.word!r}"
+        rule = None if value == self.word else Count(optional=self.optional).check(value)
+        return rule and f"{rule} or {self.word!r}"
+
+
+def check(rules: Mapping[str, Parameter], values: Mapping[str, Any]) -> None:
+    """ValueError, with its name, the rule and the value, for the first of `values` that breaks its
+    rule."""
+    for name, value in values.items():
+        broken = rules[name].check(value)
+        if broken is not None:
+            raise ValueError(f"{name} {broken}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

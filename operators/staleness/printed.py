@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from operators.staleness.types import Ledger, OpenGroup, StalenessPolicy
@@ -16,7 +17,7 @@ def ledger_text(policy: StalenessPolicy[Any], state: Any, ledger: Ledger) -> str
     choice = policy.choose(state, ledger)
     bound = "not strict" if policy.bound is None else f"bound {policy.bound}"
     credits = policy.credits(state, ledger)
-    held = sum(group.state == "held" for group in ledger.groups)
+    held = ledger.held(choice)
     lines = [
         f"policy     {policy.name} ({bound})",
         f"open step  trains version {ledger.version}, {ledger.free_slots} of {ledger.batch_size} "
@@ -24,12 +25,13 @@ def ledger_text(policy: StalenessPolicy[Any], state: Any, ledger: Ledger) -> str
         f"groups     {ledger.num_granted} granted, {ledger.num_trained} trained, "
         f"{ledger.num_closed} closed, {len(ledger.groups)} open; {ledger.num_unpublished} trained "
         f"and not announced, {ledger.num_outstanding} outstanding",
-        f"open       {len(ledger.running)} running, {len(ledger.ready)} ready, {held} of them held",
+        f"open       {len(ledger.running)} running, {len(ledger.ready)} ready, {len(held)} of them "
+        "held",
         f"answers    {credits} {_plural(credits, policy.unit)} more to be granted, "
         f"{len(choice.commit)} to be committed, {len(choice.drop)} dropped, "
-        f"{len(choice.hold)} held, {len(policy.cancel(state, ledger))} cancelled",
+        f"{len(policy.cancel(state, ledger))} cancelled",
     ]
-    rows = [_row(ledger, group) for group in ledger.groups[:MAX_GROUPS]]
+    rows = [_row(ledger, group, held) for group in ledger.groups[:MAX_GROUPS]]
     if rows:
         lines += _table([_TITLES, *rows])
     if len(ledger.groups) > MAX_GROUPS:
@@ -40,10 +42,10 @@ def ledger_text(policy: StalenessPolicy[Any], state: Any, ledger: Ledger) -> str
 _TITLES: Final = ("group", "state", "oldest", "newest", "granted at", "age", "arrival")
 
 
-def _row(ledger: Ledger, group: OpenGroup) -> tuple[str, ...]:
+def _row(ledger: Ledger, group: OpenGroup, held: Sequence[str]) -> tuple[str, ...]:
     return (
         group.group_id,
-        group.state,
+        "held" if group.group_id in held else group.state,
         str(group.oldest),
         "-" if group.newest is None else str(group.newest),
         str(group.admitted_at),

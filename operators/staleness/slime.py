@@ -37,12 +37,8 @@ class Slime(Stateless):
     ) -> None:
         budgets = sglang_server_concurrency * num_engines
         # Admission goes on while a count is below the threshold, so it ends at the next integer.
-        self.most = math.ceil(budgets / n_samples_per_prompt * fully_async_group_prefetch_factor)
-        if self.most < 1:
-            raise ValueError(
-                "fully_async_group_prefetch_factor must be above 0, got "
-                f"{fully_async_group_prefetch_factor}"
-            )
+        # Multiplied first: 100 / 11 * 11 is above 100.
+        self.most = math.ceil(budgets * fully_async_group_prefetch_factor / n_samples_per_prompt)
 
     def credits(self, state: None, ledger: Ledger) -> int:
         if len(ledger.ready) >= self.most:
@@ -57,7 +53,7 @@ PRESETS = {
             "sglang_server_concurrency": Count(default=512, least=1),
             "num_engines": Count(least=1),
             "n_samples_per_prompt": Count(least=1),
-            "fully_async_group_prefetch_factor": Number(default=1),
+            "fully_async_group_prefetch_factor": Number(default=1, positive=True),
         },
         from_run={
             "num_engines": lambda shape: shape.num_engines,

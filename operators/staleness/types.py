@@ -11,7 +11,7 @@ from connectors.records import Cancel, Fork, Version
 from operators.staleness.lineage import lag
 
 Unit = Literal["trajectory", "group", "batch"]
-GroupState = Literal["running", "ready", "held"]
+GroupState = Literal["running", "ready"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,8 @@ class OpenGroup:
     newest       its newest version once it arrived
     admitted_at  the published version when it was granted
     order        of admission, from 0; ready_order: of arrival, None while running
-    num_running  trajectories still being generated or scored
+    num_running  trajectories that are not through: all of them until the group arrives (the log
+                 tells of whole groups only), then none
     """
 
     group_id: str
@@ -95,6 +96,13 @@ class Ledger:
         """As `age`, counted from the version that was announced when the group was granted."""
         return lag(self.version, group.admitted_at, self.lineage)
 
+    def held(self, choice: Choice) -> tuple[str, ...]:
+        """The ready groups that a choice keeps back though it leaves room."""
+        if len(choice.commit) >= self.free_slots:
+            return ()
+        gone = {*choice.commit, *choice.drop}
+        return tuple(group.group_id for group in self.ready if group.group_id not in gone)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
@@ -102,13 +110,11 @@ class Choice:
 
     commit       ready groups that enter the open step, at most `free_slots`
     drop         groups given up, arrived or running: refunded, never trained
-    hold         ready groups kept back though there is room; only reported
     mask_before  tokens of versions below it are masked in what is committed, None = none
     """
 
     commit: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
-    hold: tuple[str, ...] = ()
     mask_before: Version | None = None
 
 
@@ -141,6 +147,14 @@ class Closed:
 
 
 @dataclass(frozen=True, slots=True)
+class Requeued:
+    """A cancel put the group back: it starts again, no earlier than that version."""
+
+    group_id: str
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
 class Announced:
     version: Version
 
@@ -157,7 +171,7 @@ class EngineLoad:
     tags: dict[str, str] = field(default_factory=dict)
 
 
-Event = Granted | Arrived | Committed | Closed | Announced | EngineLoad
+Event = Granted | Arrived | Committed | Closed | Requeued | Announced | EngineLoad
 S = TypeVar("S")
 
 

@@ -112,7 +112,7 @@ def test_a_changed_key_is_taken_over_and_named(folder: Folder) -> None:
         "sampling.temperature=0.5",
         "staleness.policy=sync",
         "staleness.bound=3",
-        "staleness.parameters.decay=0.5",
+        "staleness.parameters.lookahead=1",
         "trainer.groups_per_step=2",
     ],
 )

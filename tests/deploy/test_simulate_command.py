@@ -101,6 +101,14 @@ def test_without_a_policy_the_configured_one_runs_and_flags_and_set_change_it(
     assert flag["staleness"]["max"] == 0
 
 
+def test_a_bound_of_1_is_given_to_the_default_policy(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    default = ["--set", "staleness.policy=deadline"]
+    [one] = asked(capsys, config_file, *default, "--bound", 1, "--steps", 4)["policies"]
+    assert (one["name"], one["parameters"], one["bound"]) == ("deadline", {"bound": 1}, 1)
+
+
 def test_the_table_names_each_policy_its_bound_and_what_is_assumed(
     config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

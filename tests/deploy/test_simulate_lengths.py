@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
@@ -67,10 +68,12 @@ def test_a_trace_gives_its_own_lengths_as_often_as_they_are_in_it() -> None:
         (lambda: Uniform(least=5, most=4), "needs 1 <= least <= most"),
         (lambda: Bimodal(short=5, long=4, share_long=0.5), "needs 1 <= short <= long"),
         (lambda: Bimodal(short=1, long=4, share_long=1.5), "share_long must be in [0, 1], got 1.5"),
-        (lambda: Lognormal(mu=1.0, sigma=0.0, most=9), "sigma must be above 0, got 0.0"),
+        (lambda: Lognormal(mu=1.0, sigma=0.0, most=9), "sigma must be finite and above 0, got 0.0"),
+        (lambda: Lognormal(mu=math.nan, sigma=1.0, most=9), "mu must be finite, got nan"),
         (lambda: Lognormal(mu=1.0, sigma=1.0, most=0), "most must be at least 1, got 0"),
         (lambda: PowerLaw(least=0, alpha=1.0, most=9), "needs 1 <= least <= most"),
-        (lambda: PowerLaw(least=1, alpha=0.0, most=9), "alpha must be above 0, got 0.0"),
+        (lambda: PowerLaw(least=1, alpha=0.0, most=9), "alpha must be finite and above 0, got 0.0"),
+        (lambda: PowerLaw(least=1, alpha=math.inf, most=9), "alpha must be finite and above 0"),
         (lambda: Trace(tokens=()), "a trace needs at least one length"),
         (lambda: Trace(tokens=(3, 0)), "a length must be at least 1, got 0"),
     ],

@@ -64,7 +64,7 @@ def test_the_flags_set_each_policy_s_own_parameter_and_parentheses_win() -> None
     assert [one.label for one in found] == ["verl-drop", "areal", "n-step-off(n=1)", "sync"]
 
 
-@pytest.mark.parametrize("name", [*sorted(BOUNDS), "windowed-fifo"])
+@pytest.mark.parametrize("name", sorted(BOUNDS))
 def test_a_strict_policy_s_bound_is_the_one_asked_for(name: str) -> None:
     [one] = subjects(name, SHAPE, bound=2)
     assert one.policy.bound in (2, None)
@@ -72,7 +72,7 @@ def test_a_strict_policy_s_bound_is_the_one_asked_for(name: str) -> None:
 
 def test_every_preset_has_a_bound_to_set_or_is_known_to_have_none() -> None:
     none = {"sync", "one-step-off", "over-generate", "slime", "dressage"}
-    assert set(PRESETS) - set(BOUNDS) - {"windowed-fifo"} == none
+    assert set(PRESETS) - set(BOUNDS) == none
     assert set(BOUNDS) <= set(PRESETS)
     assert set(COMPARED) <= set(PRESETS)
 
@@ -85,7 +85,7 @@ def test_the_lookahead_is_the_bound_of_those_that_have_nothing_else() -> None:
 
 def test_deadline_looks_ahead_as_far_as_in_a_run_where_nothing_is_said() -> None:
     found = subjects("deadline(bound=1),deadline(bound=6),deadline(bound=6,lookahead=4)", SHAPE)
-    assert [one.parameters["lookahead"] for one in found] == [1, 2, 4]
+    assert [one.policy.lookahead for one in found] == [1, 2, 4]  # type: ignore[attr-defined]
 
 
 def test_windowed_fifo_gets_the_widest_window_that_keeps_the_bound() -> None:
@@ -93,6 +93,56 @@ def test_windowed_fifo_gets_the_widest_window_that_keeps_the_bound() -> None:
     assert one.parameters == {"target_offpolicy_steps": 1, "window_size": 9}
     [wider] = subjects("windowed-fifo(window_size=10)", SHAPE, bound=3, lookahead=1)
     assert (one.policy.bound, wider.policy.bound) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("own", "flags", "parameters"),
+    [
+        ("target_offpolicy_steps=1", {"bound": 3}, (1, 9)),
+        ("target_offpolicy_steps=2", {"bound": 3, "lookahead": 1}, (2, 5)),
+        ("target_offpolicy_steps=0", {"bound": 0}, (0, 1)),
+        ("", {"bound": 1}, (1, 1)),
+        ("", {"bound": 9}, (3, 25)),
+    ],
+)
+def test_windowed_fifo_s_window_follows_from_its_bound_and_steps(
+    own: str, flags: dict[str, int], parameters: tuple[int, int]
+) -> None:
+    """A bound of S + ceil((W - 1) / 4)."""
+    [one] = subjects(f"windowed-fifo({own})", SHAPE, **flags)  # type: ignore[arg-type]
+    found = one.parameters["target_offpolicy_steps"], one.parameters["window_size"]
+    assert (found, one.policy.bound) == (parameters, flags["bound"])
+    base = Configured(name="windowed-fifo", parameters={"target_offpolicy_steps": 1})
+    [based] = subjects(None, SHAPE, bound=2, configured=base)
+    assert based.parameters == {"target_offpolicy_steps": 1, "window_size": 5}
+
+
+@pytest.mark.parametrize(
+    ("own", "bound", "threshold"),
+    [
+        ("", 4, 5),
+        ("num_warmup_batches=4", 4, 2),
+        ("num_warmup_batches=4", 6, 4),
+        ("num_warmup_batches=0", 0, 2),
+        ("num_warmup_batches=1", 1, 2),
+    ],
+)
+def test_verl_wait_gets_the_threshold_that_gives_the_bound_with_its_warm_up(
+    own: str, bound: int, threshold: int
+) -> None:
+    """T + w - 2 where w is at least 1."""
+    [one] = subjects(f"verl-wait({own})", SHAPE, bound=bound)
+    assert one.parameters["max_off_policy_threshold"] == threshold
+    assert one.policy.bound == bound
+    [own_threshold] = subjects("verl-wait(max_off_policy_threshold=9)", SHAPE, bound=bound)
+    assert own_threshold.policy.bound == 8
+
+
+def test_a_bound_below_deadline_s_own_look_ahead_lowers_it() -> None:
+    configured = Configured(name="deadline", parameters={})
+    for bound in (0, 1, 4):
+        [one] = subjects(None, SHAPE, bound=bound, configured=configured)
+        assert one.policy.lookahead == min(2, bound)  # type: ignore[attr-defined]
 
 
 def test_the_configured_policy_keeps_its_parameters_and_flags_change_them() -> None:
@@ -117,6 +167,15 @@ def test_the_configured_policy_keeps_its_parameters_and_flags_change_them() -> N
         ("areal(consumer_batch_size=7)", {}, "consumer_batch_size is 4 in this run, got 7"),
         ("sync,one-step-off", {"bound": 2}, "--bound 2: sync, one-step-off have no bound to set"),
         ("windowed-fifo", {"bound": 1, "lookahead": 2}, "at most the bound 1, got 2"),
+        ("windowed-fifo(target_offpolicy_steps=3)", {"bound": 2}, "at most the bound 2, got 3"),
+        ("windowed-fifo(target_offpolicy_steps=x)", {"bound": 2}, "of at least 0, got 'x'"),
+        ("verl-wait", {"bound": 0}, "the bound is at least num_warmup_batches, here 1, got 0"),
+        (
+            "verl-wait(num_warmup_batches=0)",
+            {"bound": 2},
+            "the bound is 0 where num_warmup_batches is 0, got 2",
+        ),
+        ("sync(name=1)", {}, "sync: unknown parameter 'name': it takes none"),
         ("deadline", {"bound": 1, "lookahead": 2}, "deadline: lookahead"),
         ("areal", {"lookahead": 1}, "--lookahead 1: areal has no lookahead to set"),
     ],

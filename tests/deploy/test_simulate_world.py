@@ -3,6 +3,7 @@ becomes of tokens, and runs that come to a standstill."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -308,6 +309,18 @@ def test_a_requeued_group_begins_again_once_under_the_published_version() -> Non
     assert [event.oldest for event in again] == [v(1)]
 
 
+def test_a_policy_that_always_puts_everything_back_comes_to_an_end() -> None:
+    """A group begins again once under each version, and a version takes a full step."""
+
+    class PutsBack(Greedy):
+        def cancel(self, state: None, ledger: Ledger) -> tuple[Cancel, ...]:
+            return tuple(Cancel(g.group_id, "requeue", "stale") for g in ledger.running)
+
+    outcome = run(PutsBack(4), num_steps=5)
+    assert (outcome.stalled, outcome.num_steps) == (None, 5)
+    assert outcome.cancelled_tokens > 0
+
+
 class Drops(Greedy):
     """Drops the first two groups once version 1 is announced, arrived or not."""
 
@@ -385,7 +398,8 @@ def test_a_run_in_which_nothing_can_happen_ends_with_its_ledger() -> None:
     assert outcome.stalled is not None
     assert "nothing can happen any more" in outcome.stalled
     assert "2 of 2 places free" in outcome.stalled
-    assert "prompts/0/0  ready" in outcome.stalled
+    assert "0 running, 1 ready, 1 of them held" in outcome.stalled
+    assert "prompts/0/0  held" in outcome.stalled
     assert run(Greedy(0)).stalled is not None
 
 
@@ -484,13 +498,22 @@ def test_an_outcome_in_json_has_the_agreed_keys() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batch_size": 0}, "must be at least 1"),
+        ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
+        ({"num_engines": 0}, "num_engines must be an integer of at least 1, got 0"),
         ({"num_slots": 5, "num_engines": 2}, "num_slots must be a multiple of num_engines, got 5"),
-        ({"token_s": 0.0}, "token_s must be above 0, got 0.0"),
-        ({"publish_s": -1.0}, "seconds must not be negative"),
-        ({"reward_s": ()}, "reward_s must hold at least one time"),
-        ({"reward_s": (1.0, -1.0)}, "seconds must not be negative"),
-        ({"failure_rate": 1.0}, "failure_rate must be in [0, 1), got 1.0"),
+        ({"token_s": 0.0}, "token_s must be a number above 0 and at most 1e+12, got 0.0"),
+        ({"prefill_tokens_per_s": 0.0}, "prefill_tokens_per_s must be a number above 0"),
+        ({"time_cap_s": 0.0}, "time_cap_s must be a number above 0"),
+        ({"publish_s": -1.0}, "publish_s must be a number of at least 0"),
+        (
+            {"train_s": math.nan},
+            "train_s must be a number of at least 0 and at most 1e+12, got nan",
+        ),
+        ({"train_s_per_token": math.inf}, "train_s_per_token must be a number of at least 0"),
+        ({"reward_s": ()}, "reward_s must hold at least one time, got ()"),
+        ({"reward_s": (1.0, -1.0)}, "reward_s must be a number of at least 0"),
+        ({"failure_rate": 1.0}, "failure_rate must be below 1, got 1.0"),
+        ({"failure_rate": math.nan}, "failure_rate must be a number of at least 0 and at most 1"),
         ({"kv_tokens": 9}, "share of kv_tokens (9) must hold prompt and longest trajectory (10)"),
     ],
 )
@@ -498,6 +521,21 @@ def test_an_impossible_workload_is_refused(settings: dict[str, Any], message: st
     with pytest.raises(ValueError, match="by hand: ") as refused:
         workload(**settings)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Tools(turn_tokens=0, chance=0.5, pause_s=1.0), "tools: turn_tokens must be an"),
+        (lambda: Tools(turn_tokens=4, chance=1.5, pause_s=1.0), "tools: chance must be a number"),
+        (lambda: Tools(turn_tokens=4, chance=0.5, pause_s=math.nan), "tools: pause_s must be a"),
+        (lambda: Cohorts(factor=0.0, num_batches=1), "cohorts: factor must be a number above 0"),
+        (lambda: Cohorts(factor=2.0, num_batches=1, every=0), "cohorts: every must be an integer"),
+    ],
+)
+def test_impossible_tools_and_cohorts_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        make()
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from operators.staleness.types import (
     Granted,
     Ledger,
     OpenGroup,
+    Requeued,
     StalenessPolicy,
 )
 
@@ -45,7 +46,7 @@ class Run:
         self.num_arrived = 0
         self.num_trained = 0
         self.closed: Counter[str] = Counter()  # by reason
-        self.staleness: list[int] = []  # of each committed group
+        self.staleness: list[int] = []  # of each committed group's oldest token that is not masked
         self.open: dict[str, OpenGroup] = {}
 
     def ledger(self) -> Ledger:
@@ -132,7 +133,10 @@ class Run:
             assert self.committed < self.batch_size, "more was committed than the step has room for"
             self.committed += 1
             self.num_trained += 1
-            self.staleness.append(self.version - group.oldest.number)
+            oldest = max(group.oldest, choice.mask_before or group.oldest)
+            assert group.newest is not None
+            assert group.newest >= oldest, f"{group_id} was committed with all its tokens masked"
+            self.staleness.append(self.version - oldest.number)
             self.observe(Committed(group_id, self.version + 1))
         if self.committed == self.batch_size:
             self.version, self.committed = self.version + 1, 0
@@ -147,6 +151,7 @@ class Run:
                 continue
             group = self.open[cancel.group_id]
             self.open[cancel.group_id] = replace(group, oldest=v(self.published))
+            self.observe(Requeued(cancel.group_id, v(self.published)))
 
 
 @dataclass(kw_only=True)

@@ -58,7 +58,7 @@ def test_it_commits_exactly_what_the_invariant_allows(drawn: tuple[Ledger, int])
             places -= 1
     assert choice.commit == tuple(expected)
     held = {g.group_id for g in ledger.ready} - set(expected) - late
-    assert set(choice.hold) == (held if places else set())
+    assert set(ledger.held(choice)) == (held if places else set())
 
 
 def matched(ledger: Ledger, bound: int) -> int:

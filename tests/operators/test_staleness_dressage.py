@@ -11,7 +11,16 @@ import pytest
 from connectors.records import Cancel, Version
 from operators.staleness import policy, policy_for
 from operators.staleness.preset import RunShape
-from operators.staleness.types import Announced, Arrived, Choice, Closed, Event, Granted
+from operators.staleness.types import (
+    Announced,
+    Arrived,
+    Choice,
+    Closed,
+    Committed,
+    Event,
+    Granted,
+    Requeued,
+)
 from tests.operators.policy_run import Run, closed_loop, v
 
 
@@ -147,6 +156,31 @@ def test_a_group_past_its_switches_restarts_twice_and_is_then_given_up() -> None
         (6, Cancel(group_id, "close", "stale")),
     ]
     assert run.closed == {"cancelled": 1}
+
+
+def test_a_version_that_was_skipped_is_no_restart() -> None:
+    """P = 0: each announced version is a restart, whichever it is."""
+    run = dressage(max_partial_rollout_preempts=0, rollout_max_retries=2)
+    group_id = run.grant()
+    orders = []
+    for version in (3, 4, 9):
+        run.publish(version)
+        orders += run.policy.cancel(run.state, run.ledger())
+        run.cancel()
+    assert [order.then for order in orders] == ["requeue", "requeue", "close"]
+    assert {order.group_id for order in orders} == {group_id}
+
+
+def test_only_groups_that_run_have_restarts_in_its_state() -> None:
+    subject = policy("dressage", max_active_groups=4, dressage_staleness_keep_versions=1)
+    state = subject.start()
+    for group_id in ("a", "b", "c", "a"):
+        state = subject.observe(state, Requeued(group_id, v(1)))
+    assert state.restarts == {"a": 2, "b": 1, "c": 1}
+    state = subject.observe(state, Arrived("a", v(1), v(2)))
+    state = subject.observe(state, Closed("b", "stale"))
+    state = subject.observe(state, Committed("c", 3))
+    assert (state.restarts, state.versions) == ({}, (v(2),))
 
 
 def test_without_retries_a_group_past_its_switches_is_given_up_at_once() -> None:

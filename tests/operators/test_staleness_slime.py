@@ -40,6 +40,15 @@ def num_granted(subject: StalenessPolicy[Any]) -> int:
             },
             12,
         ),
+        (
+            {
+                "sglang_server_concurrency": 100,
+                "num_engines": 1,
+                "n_samples_per_prompt": 11,
+                "fully_async_group_prefetch_factor": 11,
+            },
+            100,
+        ),
         # 10 / 4 = 2.5: two in flight are fewer than that, three are not.
         ({"sglang_server_concurrency": 10, "num_engines": 1, "n_samples_per_prompt": 4}, 3),
     ],
@@ -143,9 +152,11 @@ def test_random_orders_never_stall_it_and_do_age_groups_without_end() -> None:
         ({"n_samples_per_prompt": 0.5}, "n_samples_per_prompt must be an integer of at least 1, "
          "got 0.5"),
         ({"fully_async_group_prefetch_factor": -1}, "fully_async_group_prefetch_factor must be a "
-         "number of at least 0, got -1"),
-        ({"fully_async_group_prefetch_factor": 0}, "fully_async_group_prefetch_factor must be "
-         "above 0, got 0"),
+         "number above 0 and at most 1e+12, got -1"),
+        ({"fully_async_group_prefetch_factor": 0}, "fully_async_group_prefetch_factor must be a "
+         "number above 0 and at most 1e+12, got 0"),
+        ({"fully_async_group_prefetch_factor": 1e308}, "fully_async_group_prefetch_factor must be "
+         "a number above 0 and at most 1e+12, got 1e+308"),
         ({"concurrency": 8}, "unknown parameter 'concurrency', did you mean "
          "'sglang_server_concurrency'?"),
     ],
