@@ -172,7 +172,8 @@ class Staleness(Section):
     at_deadline: Literal["wait", "mask", "drop", "reweight"] | None = None
     """Of `deadline`: what becomes of a group that is not ready in time (`wait` if left out)."""
     time_cap_s: float | None = Field(None, gt=0)
-    """A group whose rollout takes longer is closed."""
+    """A group whose rollout takes longer is closed. It counts from when a worker takes the prompt
+    up, through every requeue; not the time in which an outage holds up one of its requests."""
     parameters: dict[str, Any] = {}
     """Of the policy, under its own names."""
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
@@ -48,10 +47,6 @@ class Text(Protocol):
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str: ...
 
 
-class TimeCap(RuntimeError):
-    """The engine ended a request at the trajectory's time cap."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     """What all requests of one trajectory share.
@@ -61,7 +56,6 @@ class Session:
     group_id  what all trajectories of a prompt share: their requests gain from one engine's cache
     seed      of the trajectory; each request derives its own
     attach    ask the engine first for a result it may still hold (work resubmitted after a crash)
-    deadline  time.monotonic() at the time cap, None = no cap
     """
 
     name: str
@@ -71,7 +65,6 @@ class Session:
     context_tokens: int
     min_version: Version | None
     attach: bool = False
-    deadline: float | None = None
 
 
 class EngineLLM:
@@ -87,6 +80,7 @@ class EngineLLM:
         self._conversation = Conversation()
         self._num_requests = 0
         self._in_flight: set[str] = set()
+        self._cancelled = False
         self.messages: list[dict[str, Any]] = []  # of the last chat, its answer included
         self.full = False  # the context ended the trajectory
 
@@ -122,8 +116,15 @@ class EngineLLM:
         """What became of it: one row a branch; empty when nothing was generated."""
         return self._conversation.rows()
 
+    @property
+    def held_up(self) -> bool:
+        """Whether an outage keeps a request from going on; ask on the engine's loop."""
+        return any(self._engine.held_up(request_id) for request_id in self._in_flight)
+
     async def cancel(self) -> None:
-        """Ends the requests in flight; call it on the engine's loop."""
+        """Ends the requests in flight, and lets none begin: the agent may not have noticed yet that
+        it is over. Call it on the engine's loop."""
+        self._cancelled = True
         for request_id in tuple(self._in_flight):
             # An engine that is gone or stopped takes the request with it.
             with contextlib.suppress(EngineError, TimeoutError):
@@ -148,15 +149,12 @@ class EngineLLM:
             token_ids=ids,
             sampling=sampling,
             min_version=self._session.min_version,
-            deadline_s=self._seconds_left(),
             session=self._session.group_id,
         )
         self._num_requests += 1
         (made,) = await self._on_engine_loop(self._send(request))
-        if made.finish_reason == "cancelled":
-            raise TimeCap(f"request {request.request_id} was cancelled")
-        if made.finish_reason == "error":
-            raise EngineError(f"request {request.request_id} ended with an error")
+        if made.finish_reason in ("cancelled", "error"):
+            raise EngineError(f"request {request.request_id} ended as {made.finish_reason}")
         return made
 
     def _sampling(self, overrides: Mapping[str, Any], room: int) -> Sampling:
@@ -178,15 +176,9 @@ class EngineLLM:
         digest = hashlib.blake2b(np.array(ids, np.int32).tobytes(), digest_size=8).hexdigest()
         return f"{self._session.name}/{self._num_requests}/{digest}"
 
-    def _seconds_left(self) -> float | None:
-        if self._session.deadline is None:
-            return None
-        left = self._session.deadline - time.monotonic()
-        if left <= 0:
-            raise TimeCap("the time cap has passed")
-        return left
-
     async def _send(self, request: GenerateRequest) -> tuple[Completion, ...]:
+        if self._cancelled:
+            raise EngineError("the trajectory is over")
         self._in_flight.add(request.request_id)
         if self._session.attach:
             held = await self._engine.attach(request.request_id)

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -36,11 +37,12 @@ from connectors.records import (
 )
 from operators.agents import BUILT_IN, Agent, ContextFull, Outcome, Tools
 from operators.branches import BRANCH, OWN_METADATA, TRANSCRIPT
-from operators.llm import EngineLLM, Session, Text, TimeCap, derive_seed
+from operators.llm import EngineLLM, Session, Text, derive_seed
 from operators.user_code import TookTooLong, UserCode, clean, said
 
 AGENT_RETRIES: Final = 2
 RETRY_PAUSE_S: Final = 0.1  # doubled each time
+CAP_TICK_S: Final = 1.0  # how often the time cap's clock asks whether it stands
 
 Order = tuple[Cancel, Version | None]
 """What was announced of a group, and the version that was announced with it."""
@@ -54,8 +56,9 @@ class AgentTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """`sampling.stop_ids` empty means the tokenizer's. `time_cap_s` bounds a group's whole
-    rollout."""
+    """`sampling.stop_ids` empty means the tokenizer's. `time_cap_s` bounds a group's whole rollout,
+    however often it is requeued, without the time in which an outage holds up one of its
+    requests."""
 
     seed: int
     sampling: Sampling
@@ -95,7 +98,8 @@ class _Close(Exception):
 
 @dataclass(slots=True)
 class _Job:
-    """One group under way. `llms` are those with requests that may be in flight."""
+    """One group under way. `left_s` is what the time cap leaves it. `llms` are those with requests
+    that may be in flight."""
 
     group_id: str
     origin: Origin
@@ -104,7 +108,7 @@ class _Job:
     task: AgentTask
     min_version: Version | None
     attach: bool
-    deadline: float | None
+    left_s: float
     created_at: float
     llms: list[EngineLLM] = field(default_factory=list)
 
@@ -146,12 +150,11 @@ class Rollout:
         except BadRecord as bad:
             closed = Closed.now(group_id, bad.reason, str(bad), bad.task)
             return Rolled(closed, DeadLetter(bad.code, str(bad)))
-        cap = self._settings.time_cap_s
+        job = _Job(
+            group_id, origin, prompt, ids, self._tasks[prompt.task], min_version, resubmitted,
+            self._settings.time_cap_s or math.inf, time.time(),
+        )  # fmt: skip
         while True:
-            job = _Job(
-                group_id, origin, prompt, ids, self._tasks[prompt.task], min_version, resubmitted,
-                None if cap is None else time.monotonic() + cap, time.time(),
-            )  # fmt: skip
             ended = await self._until_ordered(job, orders)
             if isinstance(ended, Group):
                 return Rolled(ended)
@@ -163,34 +166,45 @@ class Rollout:
             cancel, version = ended
             if cancel.then == "close":
                 return Rolled(_cancelled(job, cancel))
-            min_version, resubmitted = version, False
+            job = replace(job, min_version=version, attach=False, created_at=time.time(), llms=[])
 
     async def _until_ordered(
         self, job: _Job, orders: Callable[[], Awaitable[Order]] | None
     ) -> Group | Closed | Order:
         """The terminal, or the order that came before it."""
-        if orders is None:
-            return await self._terminal(job)
-        work = asyncio.ensure_future(self._terminal(job))
-        order = asyncio.ensure_future(orders())
+        awaited: list[Awaitable[Group | Closed | Order]] = [self._terminal(job)]
+        if orders is not None:
+            awaited.append(orders())
+        if job.left_s < math.inf:
+            awaited.append(self._time_up(job))
+        ends = [asyncio.ensure_future(end) for end in awaited]
         try:
-            await asyncio.wait({work, order}, return_when=asyncio.FIRST_COMPLETED)
-            return work.result() if work.done() else order.result()
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return next(end for end in ends if end.done()).result()
         finally:
-            work.cancel()
-            order.cancel()
-            await asyncio.gather(work, order, return_exceptions=True)
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+
+    async def _time_up(self, job: _Job) -> Closed:
+        """The group's end at its time cap. The clock stands while an outage holds up a request of
+        the group: an outage must not cost a prompt."""
+        now = asyncio.get_running_loop().time
+        while job.left_s > 0:
+            began = now()
+            try:
+                await asyncio.sleep(min(job.left_s, CAP_TICK_S))
+            finally:  # an order may come before the tick
+                if not any(llm.held_up for llm in job.llms):
+                    job.left_s -= now() - began
+        message = f"the rollout took longer than {self._settings.time_cap_s:g} s"
+        return Closed.now(job.group_id, "time_cap", message, job.prompt.task)
 
     async def _terminal(self, job: _Job) -> Group | Closed:
-        cap = self._settings.time_cap_s
         try:
-            async with asyncio.timeout(cap):
-                rows = await self._together(job)
+            rows = await self._together(job)
         except _Close as end:
             return Closed.now(job.group_id, end.reason, str(end), job.prompt.task)
-        except TimeoutError:
-            message = f"the rollout took longer than {cap:g} s"
-            return Closed.now(job.group_id, "time_cap", message, job.prompt.task)
         return Group(group_id=job.group_id, prompt=job.prompt, trajectories=tuple(rows))
 
     def parse(self, value: bytes) -> tuple[Prompt, tuple[int, ...]]:
@@ -241,8 +255,6 @@ class Rollout:
                 return _trajectories(job, k, llm, outcome)
             except _Close:
                 raise
-            except TimeCap as error:
-                raise _Close("time_cap", str(error)) from error
             except EngineError as error:
                 raise _Close("engine_failed", str(error)) from error
             except TookTooLong as error:
@@ -279,7 +291,6 @@ class Rollout:
             context_tokens=self._settings.context_tokens,
             min_version=job.min_version,
             attach=job.attach,
-            deadline=job.deadline,
         )
 
 

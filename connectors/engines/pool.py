@@ -67,6 +67,7 @@ class EnginePool:
         self._waiting = Waiting(self._members)
         self._numbers = itertools.count()
         self._tickets: dict[str, Ticket] = {}
+        self._attaching: dict[str, dict[asyncio.Task[Completions | None], Member]] = {}
 
     # ------------------------------------------------------------------------------ the protocol
     async def generate(self, request: GenerateRequest) -> Completions:
@@ -89,10 +90,11 @@ class EnginePool:
     async def attach(self, request_id: str) -> Completions | None:
         """From whichever reachable engine knows the request; None when none does."""
         with self._members.calling():
-            asked = [
-                asyncio.create_task(m.ask(m.engine.attach(request_id)))
+            asked = {
+                asyncio.create_task(m.ask(m.engine.attach(request_id))): m
                 for m in await self._members.settled()
-            ]
+            }
+            self._attaching[request_id] = asked
             try:
                 for answer in asyncio.as_completed(asked):
                     with contextlib.suppress(EngineError):
@@ -101,7 +103,8 @@ class EnginePool:
                             return completions
                 return None
             finally:
-                await _end(asked)
+                del self._attaching[request_id]
+                await _end(list(asked))
 
     async def cancel(self, request_id: str) -> Completions:
         """At the engine that has it, or, when this pool did not send it, at all of them."""
@@ -123,6 +126,16 @@ class EnginePool:
             elif answer:
                 return answer
         return ()
+
+    def held_up(self, request_id: str) -> bool:
+        """Whether it rests after a failure, no engine can start it, or the engine that has it (that
+        may have it, if it attaches) is down or holds no version."""
+        ticket = self._tickets.get(request_id)
+        if ticket is not None:
+            return self._waiting.held_up(ticket)
+        asked = self._attaching.get(request_id, {})
+        may_have_it = [m for answer, m in asked.items() if not answer.done()]
+        return bool(may_have_it) and not any(m.up and m.can_start(None) for m in may_have_it)
 
     async def state(self) -> EngineState:
         """All reachable engines together: sums; the fullest cache; the oldest version, None as soon

@@ -92,4 +92,7 @@ class Engine(Protocol):
     async def cancel(self, request_id: str) -> tuple[Completion, ...]:
         """Ends the request; the partials, empty when it is unknown."""
 
+    def held_up(self, request_id: str) -> bool:
+        """Whether an outage keeps a request that is under way here from going on now."""
+
     async def state(self) -> EngineState: ...

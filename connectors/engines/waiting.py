@@ -95,6 +95,14 @@ class Waiting:
                     stays = home in {e.url for e in wanted}
                     self._remember(request.session, home if stays and home else member.url)
 
+    def held_up(self, ticket: Ticket) -> bool:
+        """Whether it waits for an outage to end: of the engine it is at, or, at none, of every
+        engine that could start it."""
+        least = ticket.request.min_version
+        if ticket.member is not None:
+            return not (ticket.member.up and ticket.member.can_start(least))
+        return ticket.resting or not able(least, ticket.tried, self._members.up)
+
     def leave(self, ticket: Ticket) -> None:
         """It is no more where it was sent to, if it was."""
         member, ticket.member = ticket.member, None

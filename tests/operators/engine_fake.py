@@ -27,6 +27,7 @@ class FakeEngine:
         self.held: dict[str, tuple[Completion, ...]] = {}
         self.cancelled: list[str] = []
         self.attached: list[str] = []
+        self.away = False  # an outage: it holds up every request
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
         self.requests.append(request)
@@ -43,6 +44,9 @@ class FakeEngine:
     async def cancel(self, request_id: str) -> tuple[Completion, ...]:
         self.cancelled.append(request_id)
         return ()
+
+    def held_up(self, request_id: str) -> bool:
+        return self.away
 
     async def state(self) -> EngineState:
         return EngineState(

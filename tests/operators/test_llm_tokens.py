@@ -275,6 +275,19 @@ def test_resubmitted_work_takes_what_the_engine_still_holds(text: Text) -> None:
     assert len(engine.requests) == 1
 
 
+def test_an_agent_that_runs_on_after_its_llm_was_cancelled_asks_the_engine_for_nothing(
+    text: Text,
+) -> None:
+    async def agent(llm: EngineLLM) -> None:
+        await llm.cancel()
+        with pytest.raises(EngineError, match="the trajectory is over"):
+            await llm.chat([USER])
+
+    engine = FakeEngine(in_turn([START, END]))
+    assert converse(engine, text, agent) == []
+    assert engine.requests == []
+
+
 def test_the_temperature_is_the_runs(text: Text) -> None:
     async def agent(llm: EngineLLM) -> None:
         with pytest.raises(ValueError, match="temperature is the run's"):

@@ -204,21 +204,6 @@ def test_an_engine_that_fails_for_good_closes_the_group(text: Text) -> None:
     assert closed(roll(FakeEngine(answer), text, ASKED)).reason == "engine_failed"
 
 
-def test_the_time_cap_closes_the_group_and_cancels_what_runs(text: Text) -> None:
-    engine = FakeEngine(lambda request: None)
-    end = closed(roll(engine, text, ASKED, time_cap_s=0.3))
-    assert end.reason == "time_cap"
-    assert sorted(engine.cancelled) == sorted(r.request_id for r in engine.requests)
-    assert all(r.deadline_s is not None and r.deadline_s <= 0.3 for r in engine.requests)
-
-
-def test_an_agent_that_hangs_is_ended_by_the_time_cap(text: Text) -> None:
-    async def agent(prompt: Any, llm: Any, tools: Any) -> None:
-        await asyncio.Event().wait()
-
-    assert closed(roll(always(text), text, ASKED, agent=agent, time_cap_s=0.3)).reason == "time_cap"
-
-
 class Ordered:
     """A rollout under way whose orders the test gives; versions below `answers_from` hang."""
 
