@@ -12,8 +12,8 @@ Parameters: `max_head_offpolicyness` ofp (0), `consumer_batch_size` bs (1; in a 
 Strict only at ofp = 0, with bound 0: a batch is admitted when the one before is announced, so there
 is nothing to be overtaken by. For ofp >= 1 nothing bounds staleness. With bs = 1, ofp = 1 and two
 running: a slow A and a fast B start at version 0. B trains, its place goes to C, which trains, and
-so on; when A ends, at version 5, it trains, five versions old. AReaL only logs that, and so does
-this: the steps' metrics have the staleness.
+so on; when A ends, at version 5, it trains, five versions old. AReaL only logs that; here each
+step's manifest has the mean, p99 and maximum staleness of its tokens.
 
 Source: AReaL's `StalenessManager` and `WorkflowExecutor`.
 """

@@ -11,7 +11,9 @@ Admission. The trajectories in flight are kept at a cap, which the engines' load
   polls in a row, down to 0.9; a second cut within 6 polls after the first has drained, to 0.5. What
   exceeds the cap is cancelled; nothing else is cut until what is in flight fits.
 * Between two polls what is in flight grows by a tenth of the cap or one group, whichever is more.
-  A trajectory that ends gives its admission back, one that is cancelled does not.
+  A trajectory that ends gives its admission back, one that is cancelled does not. prime-rl counts
+  them one by one; here a group's are in flight until its last one is scored, for the log tells of
+  whole groups only.
 * Nothing starts while the open step is more than one version (or M, if that is less) ahead of the
   announced one, and no batch is shipped while it is more than one ahead.
 

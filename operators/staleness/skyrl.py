@@ -5,8 +5,9 @@ In step g (which trains at version g - 1) it has accepted or is running at most 
 since the start, so at most S + 1 batches are outstanding, each group until weights trained on it
 are announced; and at most as many are running as there are generation workers. A filtered or failed
 group returns its place at once. What turns out more than S steps old when it is trained is trained
-all the same: SkyRL warns and counts it, here the steps' metrics have the staleness. SkyRL drains
-everything at the end of an epoch; a stream has none.
+all the same: SkyRL warns and counts such groups. Here nothing counts them; each step's manifest has
+the mean, p99 and maximum staleness of its tokens. SkyRL drains everything at the end of an epoch; a
+stream has none.
 
 Parameters: `max_staleness_steps` S (4), `train_batch_size` B (that of the run),
 `num_parallel_generation_workers`, from B to B (S + 1). SkyRL's default of 768 is above that in a

@@ -1,11 +1,12 @@
 """`trl`: a fixed number of generation slots, and samples that are too old when the trainer pulls
 them are thrown away (TRL's asynchronous GRPO).
 
-A slot is one conversation and is free again when that ends, whoever trains on it when. A group
-carries the version at which its first conversation took a slot. The trainer pulls in the order of
-arrival; what is more than `max_staleness` versions behind at that moment is dropped, its prompt is
-lost. TRL drops single samples, whose siblings may still train; we train groups whole, so here the
-group goes: its members carry the same version, so they are too old together.
+A slot is one conversation, and is free again when that ends in TRL, here when the last one of its
+group is scored (the log tells of whole groups only), whoever trains on it when. A group carries the
+version at which its first conversation took a slot. The trainer pulls in the order of arrival; what
+is more than `max_staleness` versions behind at that moment is dropped, its prompt is lost. TRL
+drops single samples, whose siblings may still train; we train groups whole, so here the group goes:
+its members carry the same version, so they are too old together.
 
 Parameters: `max_staleness` (4), `max_inflight_tasks`, the slots (-1: max(max_staleness, 1) times
 the samples of a step), `queue_maxsize` (1024), the finished samples beyond which no slot is filled
