@@ -133,7 +133,6 @@ class Feed:
         self._waits: defaultdict[str, float] = defaultdict(
             float
         )  # seconds it did, by what for, since it got one
-        self._turned_at = time.monotonic()
         self._spoken = False  # published() was called in this epoch
         self._announced: Announcement | None = None
         self._credits = 0
@@ -229,6 +228,7 @@ class Feed:
             self._load = opened(closing(LoadPoll(self._engines, self._hear_load)))
 
     def _loop(self) -> None:
+        self._turned_at = time.monotonic()
         while not self._stop.is_set():
             waiting_for = self._waiting_for() if self._wanted else ""
             stirred = self._answer()
