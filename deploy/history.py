@@ -63,9 +63,10 @@ class Prompts:
             for start, limit in zip(base.frontier, base.limits, strict=True)
         ]
         self._tokens = [array("I", bytes(4 * len(fates))) for fates in self._fates]
-        for partition, offsets in enumerate(base.settled):
-            for offset in offsets:
-                self._fates[partition][offset - self._starts[partition]] = BEFORE
+        for partition, intervals in enumerate(base.settled):
+            for start, end in intervals:
+                first, last = start - self._starts[partition], end - self._starts[partition]
+                self._fates[partition][first:last] = bytes([BEFORE]) * (last - first)
         for entry in ready:
             self._fates[entry.partition][entry.offset - self._starts[entry.partition]] = ARRIVED
 

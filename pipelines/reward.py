@@ -24,10 +24,10 @@ from connectors.kafka.tail import PolicyTail
 from connectors.kafka.terminals import UnknownRecord, outgoing, terminal, unreadable
 from connectors.plugins import load
 from connectors.records import Closed, Group, Version, parse_group_id
+from connectors.settled import Intervals, settle
 from connectors.text import Text
 from operators import rewards
 from operators.rewards import MissingPackage, Rewards, RewardTask
-from operators.settled import Intervals, settle
 from operators.user_code import UserCode
 from operators.version_filter import is_stale
 from pipelines.closures import note

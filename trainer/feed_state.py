@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from connectors.records import Coordinate, Fork, Version
+from connectors.settled import Intervals
 
 UNREAD = Literal["trained", "closed", "dropped"]
 """How a group ended whose terminal in `trajectories` has not been read yet, after a recovery."""
@@ -54,7 +55,7 @@ class FeedState(msgspec.Struct, frozen=True, kw_only=True):
     policy_offset  next offset of `policy`
     limits         per prompt partition: below it, granted
     frontier       per prompt partition: below it, settled (trained or closed)
-    settled        per prompt partition: settled offsets above the frontier, ascending
+    settled        per prompt partition: settled offsets above the frontier
     open           groups neither trained nor closed, in admission order
     unread         settled groups whose terminal lies at or after `read`
     refunded       closed groups that no announcement has listed yet
@@ -74,7 +75,7 @@ class FeedState(msgspec.Struct, frozen=True, kw_only=True):
     policy_offset: int
     limits: tuple[int, ...]
     frontier: tuple[int, ...]
-    settled: tuple[tuple[int, ...], ...]
+    settled: tuple[Intervals, ...]
     open: tuple[Entry, ...] = ()
     unread: dict[str, UNREAD] = {}
     refunded: tuple[str, ...] = ()

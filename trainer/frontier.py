@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from connectors.settled import Intervals, includes, settle
 
 
 class Frontier:
-    """Offsets below `at`, and those in `above`."""
+    """Offsets below `at`, and those in `above`, which begins beyond `at`. It takes two numbers for
+    each gap, however much lies between two of them."""
 
-    def __init__(self, at: int = 0, above: Iterable[int] = ()) -> None:
+    def __init__(self, at: int = 0, above: Intervals = ()) -> None:
         self.at = at
-        self._above = set(above)
-
-    @property
-    def above(self) -> tuple[int, ...]:
-        return tuple(sorted(self._above))
+        self.above = above
 
     def __contains__(self, offset: int) -> bool:
-        return offset < self.at or offset in self._above
+        return offset < self.at or includes(self.above, offset)
 
     def add(self, offset: int) -> None:
         """ValueError if it is in already: what settles twice was counted twice."""
         if offset in self:
             raise ValueError(f"offset {offset} is settled already")
-        self._above.add(offset)
-        while self.at in self._above:
-            self._above.remove(self.at)
-            self.at += 1
+        self.above, _ = settle(self.above, offset)
+        if self.above[0][0] == self.at:
+            self.at, self.above = self.above[0][1], self.above[1:]

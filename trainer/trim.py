@@ -25,6 +25,7 @@ from contextlib import closing
 from connectors.kafka.client import Cluster, KafkaFailure, Reader
 from connectors.kafka.topics import delete_records
 from connectors.records import Manifest, parse_group_id
+from connectors.settled import includes
 from trainer.checkpoint import CheckpointFailed, CheckpointStore
 from trainer.checkpoint_meta import kept_on_chain
 from trainer.feed_state import FeedState
@@ -134,7 +135,7 @@ def _ended(key: bytes | None, prompts: str, feed: FeedState) -> bool | None:
         return None
     if origin.topic != prompts or origin.partition >= len(feed.frontier):
         return False
-    settled = origin.offset < feed.frontier[origin.partition] or (
-        origin.offset in feed.settled[origin.partition]
+    settled = origin.offset < feed.frontier[origin.partition] or includes(
+        feed.settled[origin.partition], origin.offset
     )
     return settled and group_id not in feed.unread

@@ -5,7 +5,7 @@ from __future__ import annotations
 from connectors.kafka.client import Record
 from connectors.kafka.source import Item
 from connectors.records import Origin
-from operators.settled import Intervals
+from connectors.settled import Intervals
 from pipelines.reward import first_terminal
 
 

@@ -284,6 +284,20 @@ def test_dropped_groups_are_refunded_and_listed_in_one_manifest_also_over_a_cras
         assert again_dropped == (() if known == 3 else (gid(0, 2), gid(0, 3)))
 
 
+def test_a_group_that_never_ends_does_not_make_the_snapshots_grow() -> None:
+    core = core_of(n=1, batch_size=2)
+    publish(core, 0, [1000])
+    sizes = []
+    for at in range(900):
+        running = [g for g in core.accounts.open if g != gid(0, 0)]
+        core.closed(running[0], "reward_failed", at=(0, at))
+        publish(core, 0, [1000])
+        sizes.append(len(encode(core.snapshot().settled)))
+    assert core.snapshot().frontier == (0,)
+    assert core.snapshot().settled == (((1, 901),),)
+    assert max(sizes) <= len(b"[[[1,901]]]")
+
+
 def test_a_group_given_up_by_the_trainer_returns_its_credit_once() -> None:
     core = core_of(batch_size=1)
     publish(core, 0, [8])
@@ -343,9 +357,9 @@ def test_prompts_that_retention_removed_before_the_run_are_not_granted() -> None
 
 
 def test_a_frontier_takes_an_offset_once() -> None:
-    frontier = Frontier(2, [4])
+    frontier = Frontier(2, ((4, 5),))
     frontier.add(2)
-    assert (frontier.at, frontier.above) == (3, (4,))
+    assert (frontier.at, frontier.above) == (3, ((4, 5),))
     frontier.add(3)
     assert (frontier.at, frontier.above) == (5, ())
     with pytest.raises(ValueError, match="offset 1 is settled already"):

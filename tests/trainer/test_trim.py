@@ -13,6 +13,7 @@ import pytest
 from connectors.kafka.client import Cluster, KafkaFailure, Producer, Reader
 from connectors.kafka.topics import ensure_topics
 from connectors.records import Begin, Coordinate, Fork, Manifest, Version, encode
+from connectors.settled import Intervals
 from tests.small_run import until
 from trainer import trim
 from trainer.checkpoint import CheckpointStore
@@ -85,7 +86,7 @@ def world(cluster: Cluster, tmp_path: Path) -> Iterator[World]:
 
 def ledger(
     cluster: Cluster, *, read: int, open_at: int | None = None, frontier: int = 0,
-    settled: tuple[int, ...] = (), unread: tuple[int, ...] = (),
+    settled: Intervals = (), unread: tuple[int, ...] = (),
 ) -> FeedState:  # fmt: skip
     """`open_at`: where in `trajectories` the one open group that arrived lies."""
     where = group_id(cluster, 5)
@@ -123,7 +124,7 @@ def test_the_fork_that_leads_on_from_the_oldest_checkpoint_is_kept(world: World)
 
 
 def test_everything_before_the_oldest_kept_checkpoint_goes(world: World) -> None:
-    world.save(3, ledger(world.cluster, read=9, frontier=4, settled=(5,)))
+    world.save(3, ledger(world.cluster, read=9, frontier=4, settled=((5, 6),)))
     world.save(5, ledger(world.cluster, read=18, frontier=6))
     # `rollouts` holds prompts 3 0 5 1 2 4: all but the last had ended at step 3.
     assert world.trim() == {"steps": 4, "trajectories": 9, "rollouts": 5}
