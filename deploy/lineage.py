@@ -2,7 +2,7 @@
 
     the chain, checkpoints, the log's starts ──▶ is there a way back to step N? else: to which
     --exclude ──▶ group ids        --set ──▶ RUN/config.toml, as a resumed run would
-    one forking Begin ──▶ `steps` and `policy`, read back
+    one forking Begin ──▶ `steps` and `policy`, read back; RUN/stall.txt goes
 
 It needs nobody's help: a trainer at work is fenced by the Begin, started again by its supervisor
 and recovers into the new incarnation, as the trainer of a stopped run does when it is resumed.
@@ -24,6 +24,7 @@ from connectors.records import Fork, Manifest, Version, parse_group_id
 from connectors.run_dir import RunDir
 from deploy import run_folder
 from deploy.errors import FAILED, RunFailed
+from trainer import stall
 from trainer.checkpoint import CheckpointStore, CorruptCheckpoint, run_store
 from trainer.checkpoint_meta import kept_on_chain
 from trainer.step_log import Chain, StepLog
@@ -91,6 +92,7 @@ def fork_run(
             steps.begin(start)
             start = _way_back(steps.chain(), store, cluster, step)
             steps.begin(start, fork, digest, excluded)
+            stall.keep(run_dir, None)  # from here the run can go on
         chain = steps.chain()
     return Forked(
         version=chain.version,

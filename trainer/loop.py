@@ -65,11 +65,12 @@ def train(config: Config, run_dir: RunDir, stop: threading.Event | None = None) 
     store = run_store(config, run_dir)
     store.clean()
     run_dir.register("trainer")
+    stall.keep(run_dir, None)  # of an earlier trainer: this one may execute many steps first
     with ExitStack() as open_parts:
         engine = open_parts.enter_context(closing(training_engine(config)))
         steps = open_parts.enter_context(closing(StepLog(cluster)))
         recovered = recover(config, cluster, engine, store, steps)
-        stall.keep(run_dir, None)  # of an earlier trainer
+        stall.keep(run_dir, None)  # of one that was still at work
         # Folded; the manifests of weeks need not stay in memory while it trains.
         recovered = replace(
             recovered, state=fold(config, cluster, policy, recovered), chain=Chain()

@@ -26,6 +26,7 @@ from deploy.log import opened
 from tests.deploy.command import call, model_folder
 from tests.deploy.written_log import WrittenLog, write_example
 from tests.small_run import REWARD, SmallRun, headwater_command, until
+from trainer import stall
 from trainer.reexecute import read_groups
 from trainer.step_log import Chain, StepLog
 
@@ -73,6 +74,16 @@ def test_a_rollback_is_one_begin_in_the_log(written: Written) -> None:
     assert chain.lineage == {1: Fork(parent=0, number=1, reason="rollback")}
     assert chain.forks[0].digest == written.log.digests[1]
     assert [m.step for m in chain.given_up] == [2]
+
+
+def test_a_run_that_stalled_can_go_on_once_it_was_taken_back(written: Written) -> None:
+    stall.keep(written.run_dir, "stalled: x")
+    assert written.fork(2).is_nothing
+    with pytest.raises(RunFailed):
+        written.fork(3)
+    assert stall.kept(written.run_dir) == "stalled: x"
+    written.fork(1)
+    assert stall.kept(written.run_dir) is None
 
 
 def test_groups_are_excluded_by_step_by_offset_and_by_id(written: Written) -> None:

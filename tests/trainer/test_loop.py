@@ -14,8 +14,10 @@ from connectors.config import Config, parse
 from connectors.kafka.client import Cluster
 from connectors.kafka.topics import ensure_topics
 from connectors.records import Coordinate, Group, Version
+from connectors.run_dir import RunDir
 from connectors.weights import Snapshot
 from tests.trainer.groups import trainable_group
+from trainer import loop, stall
 from trainer.checkpoint import CheckpointFailed, CheckpointStore
 from trainer.engine import TrainingEngine
 from trainer.feed import StepInput
@@ -172,6 +174,29 @@ def test_a_manifest_says_what_the_policy_did_and_what_it_is_executed_again_with(
     assert weights_of(first.settings) == {}
     assert weights_of(third.settings) == WEIGHTS
     assert third.metrics["tokens/reweighted"] == 10.0
+
+
+def test_a_stall_of_the_trainer_before_is_over_before_its_steps_are_executed_again(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ensure_topics(cluster, {"steps": 1, "policy": 1})
+    run_dir = RunDir(tmp_path)
+    stall.keep(run_dir, "stalled: x")
+
+    def recover(*arguments: object) -> None:
+        assert stall.kept(run_dir) is None
+        raise RuntimeError("it executes steps again")
+
+    monkeypatch.setattr(loop, "recover", recover)
+    monkeypatch.setattr(loop, "training_engine", lambda config: StepLog(cluster))
+    table = {
+        "run": {"dir": str(tmp_path), "namespace": cluster.namespace},
+        "kafka": {"bootstrap_servers": cluster.bootstrap_servers},
+        "model": {"path": str(tmp_path)},
+        "tasks": {"a": {"reward": "exact_match", "group_size": 2}},
+    }
+    with pytest.raises(RuntimeError, match="executes steps again"):
+        loop.train(parse(table, base_dir=""), run_dir, threading.Event())
 
 
 def test_a_stop_ends_after_the_step_at_hand_with_a_checkpoint(world: World) -> None:
