@@ -46,7 +46,7 @@ class Auditor:
             to_step=survey.chain.step,
             grants_checked=history.strategy.auditable,
             bound_checked=history.strategy.bound is not None,
-            closed_by_reason=Counter(base.counts.closed_by_reason if base else {}),
+            closed_by_reason=base.counts.ended_by_reason if base else Counter(),
             lineage=lineage_of(self._lineage),
         )
         self._announcements = Announcements(
@@ -123,6 +123,7 @@ class Auditor:
         arrived = self._arrived.pop(place, None)
         if arrived is not None and arrived.kind == "corrupt":
             how |= CLOSED
+            self.found.closed_by_reason[arrived.reason] += 1
         if self._prompts.mark(place, how) & TRAINED:
             self.found.settled_twice.append(group_id)
         self._open.pop(place, None)
@@ -186,7 +187,8 @@ class Auditor:
         if place is None:
             return
         if place in self._prompts.unread:
-            self._prompts.unread.discard(place)
+            if self._prompts.read_again(place, closed=terminal.kind != "group"):
+                self.found.closed_by_reason[terminal.reason] += 1
             return
         fate = self._prompts.fate(place)
         if fate & (ARRIVED | BEFORE):

@@ -70,7 +70,7 @@ class Fold:
     def __post_init__(self) -> None:
         if self.base is not None:
             feed = self.base.feed
-            self.closed_by_reason.update(feed.counts.closed_by_reason)
+            self.closed_by_reason.update(feed.counts.ended_by_reason)
             self.announced = feed.published
             self._ready = {(e.partition, e.offset) for e in feed.open if e.coordinate is not None}
 
@@ -124,8 +124,7 @@ class Fold:
             self.prompts.sampled(place, num_sampled(record.value))
             return
         if place in self.prompts.unread:
-            self.prompts.unread.discard(place)
-            self.prompts.arrived += 1
+            closed = self.prompts.read_again(place, closed=closed)
         elif not self.prompts.fate(place) & (ARRIVED | BEFORE):
             self.prompts.mark(place, ARRIVED | CLOSED if closed else ARRIVED)
         else:

@@ -39,7 +39,7 @@ class Prompts:
 
     topic    full name of `prompts`
     limits   per partition, the offset below which prompts are granted
-    unread   prompts that had ended where the kept log begins, whose terminals come after it
+    unread   prompts that had ended where the kept log begins, whose terminals come after it: how
     granted, open, closed, dropped (by the feed, and not closed), arrived (with a terminal): counts
     sampled_tokens, dropped_tokens: of the groups that `sampled` was told of
     """
@@ -52,7 +52,7 @@ class Prompts:
         self.limits = list(base.limits)
         self.num_granted, self.open = counts.granted, len(base.open)
         self.closed, self.dropped = counts.closed - counts.dropped, counts.dropped
-        self.unread = {p for g in base.unread if (p := self.place(g)) is not None}
+        self.unread = {p: e.how for g, e in base.unread.items() if (p := self.place(g)) is not None}
         self.arrived = counts.trained + counts.closed - len(self.unread) + len(ready)
         self.early: dict[Place, int] = {}
         self.sampled_tokens = self.dropped_tokens = 0
@@ -131,6 +131,17 @@ class Prompts:
         elif not (fate := self.fate(place)) & BEFORE:
             self._tokens[place[0]][self._at(place)] = num_tokens
             self.dropped_tokens += num_tokens * _is_dropped(fate)
+
+    def read_again(self, place: Place, *, closed: bool) -> bool:
+        """The terminal of an unread one: whether it closed by that. What was dropped and closes is
+        no drop, what closed by an announcement and was scored is one."""
+        how = self.unread.pop(place)
+        self.arrived += 1
+        if closed and how == "dropped":
+            self.closed, self.dropped = self.closed + 1, self.dropped - 1
+        elif not closed and how == "closed":
+            self.closed, self.dropped = self.closed - 1, self.dropped + 1
+        return closed and how != "trained"
 
     def mark(self, place: Place, what: int) -> int:
         """Adds `what`; the fate before."""

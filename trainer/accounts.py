@@ -14,15 +14,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from connectors.records import Cancel, Coordinate, Origin, Version, parse_group_id
-from trainer.feed_state import UNREAD, Counts, Entry, FeedState
+from trainer.actions import STALE
+from trainer.feed_state import Counts, Entry, FeedState, Unread
 from trainer.frontier import Frontier
-
-DROP_REASON = "stale"
 
 
 class LedgerBroken(RuntimeError):
@@ -38,12 +37,12 @@ class Accounts:
         self.limits = list(state.limits)
         self.open = {entry.group_id: entry for entry in state.open}
         self.refunded = list(state.refunded)
-        self.dropped = list(state.dropped)
+        self.dropped = dict(state.dropped)
         self.cancelled = set(state.cancelled)
         self._frontiers = [
             Frontier(at, above) for at, above in zip(state.frontier, state.settled, strict=True)
         ]
-        self._unread: dict[str, UNREAD] = dict(state.unread)
+        self._unread = dict(state.unread)
         self._num_admitted = state.num_admitted
         self._num_arrived = state.num_arrived
         self._counts = Counter(
@@ -53,6 +52,7 @@ class Accounts:
             }
         )
         self._by_reason = Counter(state.counts.closed_by_reason)
+        self._drops = Counter(state.counts.dropped_by_reason)
 
     def fields(self) -> dict[str, Any]:
         """The accounts as fields of a `FeedState`."""
@@ -63,7 +63,7 @@ class Accounts:
             "open": tuple(self.open.values()),
             "unread": dict(self._unread),
             "refunded": tuple(self.refunded),
-            "dropped": tuple(self.dropped),
+            "dropped": dict(self.dropped),
             "cancelled": tuple(sorted(self.cancelled)),
             "num_admitted": self._num_admitted,
             "num_arrived": self._num_arrived,
@@ -144,12 +144,26 @@ class Accounts:
         self.open[cancel.group_id] = msgspec.structs.replace(entry, oldest=version)
 
     # --------------------------------------------------------------------------------- terminals
+    def awaits(self, group_id: str) -> bool:
+        """Whether the next terminal of the group is its first, and no step trained it."""
+        if (entry := self.open.get(group_id)) is not None:
+            return entry.coordinate is None
+        unread = self._unread.get(group_id)
+        return unread is not None and unread.how != "trained"
+
     def arrive(
-        self, coordinate: Coordinate, oldest: Version | None, newest: Version | None, num_rows: int
+        self,
+        coordinate: Coordinate,
+        oldest: Version | None,
+        newest: Version | None,
+        num_rows: int,
+        *,
+        drop_reason: str = STALE,
     ) -> Entry | None:
         """The entry, now ready, of the group whose record was read; None when that is not the
-        group's first terminal. Its true oldest version replaces the bound of its grant."""
-        entry = self._first_terminal(coordinate.group_id, None)
+        group's first terminal. Its true oldest version replaces the bound of its grant.
+        `drop_reason`: what it was dropped for, if an announcement says that it was refunded."""
+        entry = self._first_terminal(coordinate.group_id, None, drop_reason)
         if entry is None:
             return None
         entry = msgspec.structs.replace(
@@ -167,7 +181,7 @@ class Accounts:
     def close(self, group_id: str, reason: str) -> bool:
         """A `closed` terminal was read. True if it is the group's first terminal: its credit
         returns."""
-        entry = self._first_terminal(group_id, reason)
+        entry = self._first_terminal(group_id, reason, STALE)
         if entry is None:
             return False
         self._by_reason[reason] += 1
@@ -180,19 +194,18 @@ class Accounts:
         entry = self.open.get(group_id)
         if entry is None:
             return False
-        self._by_reason[reason] += 1
-        self._counts["dropped"] += 1
-        self.settle(entry, "dropped", read=entry.coordinate is not None)
-        self.dropped.append(group_id)
+        self._count_drop(reason)
+        self.settle(entry, "dropped", read=entry.coordinate is not None, reason=reason)
+        self.dropped[group_id] = reason
         self.refunded.append(group_id)
         return True
 
-    def _first_terminal(self, group_id: str, reason: str | None) -> Entry | None:
+    def _first_terminal(self, group_id: str, reason: str | None, drop_reason: str) -> Entry | None:
         if not self.granted(group_id):
             self._counts["ungranted"] += 1
             return None
         if group_id in self._unread:
-            self._read_again(group_id, self._unread.pop(group_id), reason)
+            self._read_again(group_id, self._unread.pop(group_id), reason, drop_reason)
             return None
         entry = self.open.get(group_id)
         if entry is None or entry.coordinate is not None:
@@ -200,42 +213,65 @@ class Accounts:
             return None
         return entry
 
-    def _read_again(self, group_id: str, ended: UNREAD, reason: str | None) -> None:
-        """The first terminal of a group that an announcement or manifest settled before it was read
-        (`reason` None: a scored group)."""
-        self._num_arrived += reason is None
-        if ended == "trained" and reason is not None:
-            raise LedgerBroken(f"{group_id} was trained, but its first terminal says {reason}")
-        if ended != "closed":
+    def _read_again(
+        self, group_id: str, ended: Unread, reason: str | None, drop_reason: str
+    ) -> None:
+        """The first terminal of a group that was settled before it was read (`reason` None: a
+        scored group)."""
+        if reason is None:
+            self._num_arrived += 1
+            if ended.how == "closed":  # refunded: the feed that announced it had dropped it
+                self._count_drop(drop_reason)
+                self.dropped[group_id] = drop_reason
             return
-        self._by_reason[reason or DROP_REASON] += 1
-        if reason is None:  # scored, yet refunded: the feed that announced it had dropped it
-            self._counts["dropped"] += 1
-            self.dropped.append(group_id)
+        if ended.how == "trained":
+            raise LedgerBroken(f"{group_id} was trained, but its first terminal says {reason}")
+        if ended.how == "dropped":  # while it ran: it has an end of its own
+            self._count_drop(ended.reason, -1)
+        self._by_reason[reason] += 1
 
     # ------------------------------------------------------------------------------------ settled
-    def settle(self, entry: Entry, how: UNREAD, *, read: bool) -> None:
-        """Ends an open group. `read`: whether its terminal was."""
+    def settle(
+        self,
+        entry: Entry,
+        how: Literal["trained", "closed", "dropped"],
+        *,
+        read: bool,
+        reason: str = "",
+    ) -> None:
+        """Ends an open group. `read`: whether its terminal was; `reason`: of a drop."""
         del self.open[entry.group_id]
         if not read:
-            self._unread[entry.group_id] = how
+            self._unread[entry.group_id] = Unread(how, reason)
         self.cancelled.discard(entry.group_id)
         self._frontiers[entry.partition].add(entry.offset)
         self._counts["trained" if how == "trained" else "closed"] += 1
 
-    def drop_unread(self, group_id: str) -> None:
-        """A manifest says that a group, closed by an announcement before its terminal was read,
-        was dropped."""
-        if self._unread.get(group_id) == "closed":
-            self._unread[group_id] = "dropped"
-            self._by_reason[DROP_REASON] += 1
-            self._counts["dropped"] += 1
+    def drop_recorded(self, group_id: str, reason: str) -> None:
+        """A manifest lists the drop of a settled group and says why, so the next one need not."""
+        before, unread = self.dropped.pop(group_id, None), self._unread.get(group_id)
+        if before is not None:
+            self._count_drop(before, -1)
+        elif unread is None or unread.how != "closed":
+            return
+        self._count_drop(reason)
+        if unread is not None:
+            self._unread[group_id] = Unread("dropped", reason)
+
+    def _count_drop(self, reason: str, num: int = 1) -> None:
+        self._by_reason[reason] += num
+        self._drops[reason] += num
+        self._counts["dropped"] += num
 
     def is_settled(self, partition: int, offset: int) -> bool:
         return offset in self._frontiers[partition]
 
     def counts(self) -> Counts:
-        return Counts(**self._counts, closed_by_reason=dict(self._by_reason))
+        return Counts(
+            **self._counts,
+            closed_by_reason=dict(+self._by_reason),
+            dropped_by_reason=dict(+self._drops),
+        )
 
     def audit_counts(self) -> dict[str, Any]:
         """The counts, with `open` and `credit_balance` (0 unless something leaked)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,10 +12,15 @@ import msgspec
 from connectors.records import Coordinate, Fork, Version
 from connectors.settled import Intervals
 
-UNREAD = Literal["trained", "closed", "dropped"]
-"""How a group ended whose terminal in `trajectories` has not been read yet, after a recovery."""
-
 FIRST_VERSION = Version(0, 0)
+
+
+class Unread(msgspec.Struct, frozen=True):
+    """How a group ended whose terminal in `trajectories` has not been read yet: `closed` by an
+    announcement, which a drop may be the cause of; `dropped`, and for what `reason`."""
+
+    how: Literal["trained", "closed", "dropped"]
+    reason: str = ""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +40,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """granted = trained + closed + open. `dropped` (by the feed) and `closed_by_reason` are parts
-    of `closed`; the latter misses groups whose terminal is still to be read after a recovery."""
+    of `closed`, `dropped_by_reason` says how much of the latter are drops. After a recovery both
+    miss closed groups whose terminal is still to be read, and a drop that no manifest listed yet
+    counts as `stale` where neither its terminal nor a fork gives another reason. What is dropped
+    and then closes by its terminal is no drop any more."""
 
     granted: int = 0
     trained: int = 0
@@ -43,6 +52,12 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     duplicates: int = 0  # later terminals of an offset
     ungranted: int = 0  # terminals of offsets that were never granted
     closed_by_reason: dict[str, int] = {}
+    dropped_by_reason: dict[str, int] = {}
+
+    @property
+    def ended_by_reason(self) -> Counter[str]:
+        """Groups that closed by what their terminals say."""
+        return Counter(self.closed_by_reason) - Counter(self.dropped_by_reason)
 
 
 class FeedState(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,10 +74,10 @@ class FeedState(msgspec.Struct, frozen=True, kw_only=True):
     open           groups neither trained nor closed, in admission order
     unread         settled groups whose terminal lies at or after `read`
     refunded       closed groups that no announcement has listed yet
-    dropped        groups the feed dropped since the last closed step
+    dropped        groups the feed dropped since the last closed step, and why
     cancelled      open groups whose cancel was announced
     unpublished    (version after the step, groups) of steps whose weights are not announced
-    actions        of the policy since the last closed step, counted (`FeedCore`)
+    actions        of the policy since the last closed step, but for drops, counted (`FeedCore`)
     lineage        the fork of each incarnation up to the version's
     policy         state of the staleness policy `policy_name`
     """
@@ -77,9 +92,9 @@ class FeedState(msgspec.Struct, frozen=True, kw_only=True):
     frontier: tuple[int, ...]
     settled: tuple[Intervals, ...]
     open: tuple[Entry, ...] = ()
-    unread: dict[str, UNREAD] = {}
+    unread: dict[str, Unread] = {}
     refunded: tuple[str, ...] = ()
-    dropped: tuple[str, ...] = ()
+    dropped: dict[str, str] = {}
     cancelled: tuple[str, ...] = ()
     unpublished: tuple[tuple[Version, int], ...] = ()
     actions: dict[str, int] = {}
@@ -126,7 +141,7 @@ def fresh(
 class ClosedStep:
     """A full step: `records` in admission order, to be trained at `version` as step number `step`
     (= version.number + 1). `snapshot` is the ledger right after it closed: what the checkpoint of
-    this step holds. `dropped` goes into its manifest, and so do `actions`; tokens below
+    this step holds. `dropped` goes into its manifest as it is, and so do `actions`; tokens below
     `mask_before` are not trained."""
 
     step: int

@@ -3,6 +3,9 @@
 trajectories ──▶ whole? ──▶ trainable? ──▶ ledger: arrived (the group is kept until its step)
                     │           └─ no: dead letter, dropped
                     └─ no: dead letter, closed as malformed
+
+After a recovery it reads again what an announcement or a manifest ended before: a dead letter is
+written once or more, never not at all.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from connectors.kafka.client import Cluster, OffsetGone, Producer, Reader, Recor
 from connectors.kafka.terminals import UnknownRecord, terminal, unreadable
 from connectors.records import HEADER_WRITER, Closed, Coordinate, Group
 from operators.staleness.lineage import stalest
+from trainer.actions import STALE
 from trainer.feed_state import Entry
 from trainer.ledger import FeedCore
 
@@ -114,7 +118,8 @@ class Intake:
             ended = terminal(record)
         except (CorruptRecord, UnknownRecord) as error:
             group_id = (record.key or b"").decode(errors="replace")
-            first = core.closed(group_id, "malformed", at=at)
+            first = core.accounts.awaits(group_id)
+            core.closed(group_id, "malformed", at=at)
             if first or not core.accounts.granted(group_id):
                 self._dead_letter(record, error)
             return
@@ -124,15 +129,18 @@ class Intake:
         coordinate = Coordinate(*at, checksum(record.value), ended.group_id)
         versions = {s.version for t in ended.trajectories for s in t.segments}
         oldest = stalest(versions, core.version, core.lineage)
-        if not core.arrived(coordinate, oldest, ended.newest, len(ended.trajectories)):
-            return
-        why = self._impossible(ended) or self._untrainable(ended)
-        if why is None:
+        why = None
+        if core.accounts.awaits(ended.group_id):
+            why = self._impossible(ended) or self._untrainable(ended)
+        reason = STALE if why is None else "malformed"
+        num_rows = len(ended.trajectories)
+        is_open = core.arrived(coordinate, oldest, ended.newest, num_rows, drop_reason=reason)
+        if why is not None:
+            log.warning("%s cannot be trained: %s", ended.group_id, why)
+            core.drop(ended.group_id, reason)
+            self._dead_letter(record, CorruptRecord(why))
+        elif is_open:
             self._groups[ended.group_id] = ended
-            return
-        log.warning("%s cannot be trained: %s", ended.group_id, why)
-        core.drop(ended.group_id, "malformed")
-        self._dead_letter(record, CorruptRecord(why))
 
     def _impossible(self, group: Group) -> str | None:
         """No engine can have been given a version that no step made yet."""

@@ -43,7 +43,8 @@ from operators.staleness.types import (
     Requeued,
     StalenessPolicy,
 )
-from trainer.accounts import DROP_REASON, Accounts, LedgerBroken
+from trainer.accounts import Accounts, LedgerBroken
+from trainer.actions import STALE, drop_reasons, drops, listed, told
 from trainer.feed_state import ClosedStep, Entry, FeedState
 from trainer.grants import group_credits, spread
 
@@ -51,8 +52,8 @@ from trainer.grants import group_credits, spread
 class FeedCore:
     """The ledger of one run. `accounts` say what each granted group came to; `committed` are those
     of the step that fills, in the order the policy chose; `too_old` what it dropped when it was
-    last asked; `actions` what it did since the last step, counted by `drops/REASON`, `holds` and
-    `cancels/THEN/REASON`."""
+    last asked; `actions` what it did since the last step, counted by `holds` and
+    `cancels/THEN/REASON`; the closed step counts `drops/REASON` too."""
 
     def __init__(
         self,
@@ -150,12 +151,19 @@ class FeedCore:
 
     # --------------------------------------------------------------------------------- terminals
     def arrived(
-        self, coordinate: Coordinate, oldest: Version | None, newest: Version | None, num_rows: int
+        self,
+        coordinate: Coordinate,
+        oldest: Version | None,
+        newest: Version | None,
+        num_rows: int,
+        *,
+        drop_reason: str = STALE,
     ) -> bool:
         """A scored group was read at `coordinate`. True if it is the group's first terminal: it is
-        ready now, and its true oldest version replaces the bound of its grant."""
+        ready now, and its true oldest version replaces the bound of its grant. `drop_reason`: what
+        it was dropped for, if it was by a feed whose manifest never came."""
         self.passed(coordinate.partition, coordinate.offset)
-        entry = self.accounts.arrive(coordinate, oldest, newest, num_rows)
+        entry = self.accounts.arrive(coordinate, oldest, newest, num_rows, drop_reason=drop_reason)
         if entry is None:
             return False
         self._observe(Arrived(entry.group_id, entry.oldest, entry.newest or entry.oldest))
@@ -171,12 +179,11 @@ class FeedCore:
         self._observe(Closed(group_id, reason))
         return True
 
-    def drop(self, group_id: str, reason: str = DROP_REASON) -> bool:
+    def drop(self, group_id: str, reason: str = STALE) -> bool:
         """The feed gives up an open group, arrived or not: refunded like a closed one and listed in
         the next step's manifest. False if it is not open."""
         if group_id in self.committed or not self.accounts.drop(group_id, reason):
             return False
-        self.actions[f"drops/{reason}"] += 1
         self._observe(Closed(group_id, reason))
         return True
 
@@ -229,24 +236,26 @@ class FeedCore:
             (self.accounts.open[g] for g in self.committed), key=lambda entry: entry.order
         )
         records = tuple(e.coordinate for e in entries if e.coordinate is not None)
-        version, dropped = self.version, tuple(self.accounts.dropped)
-        actions, mask_before = dict(+self.actions), self._mask_before
+        version, dropped = self.version, self.accounts.dropped
+        actions, mask_before = +self.actions + drops(dropped), self._mask_before
         for entry in entries:
             self.accounts.settle(entry, "trained", read=True)
-        self.committed, self.accounts.dropped = {}, []
+        self.committed, self.accounts.dropped = {}, {}
+        self.actions.clear()
         self._open_next(Version(version.incarnation, version.number + 1), len(entries))
         return ClosedStep(
             step=version.number + 1,
             version=version,
             records=records,
-            dropped=dropped,
+            dropped=listed(dropped),
             actions=actions,
             mask_before=mask_before,
             snapshot=self.snapshot(),
         )
 
     def apply_manifest(self, manifest: Manifest) -> None:
-        """Commits exactly what a step on the chain trained, whatever the policy would choose.
+        """Commits exactly what a step on the chain trained, whatever the policy would choose, and
+        takes off what was done for it: what the log says was done beyond that is the next step's.
         Manifests of steps before the open one change nothing."""
         if manifest.step <= self.version.number:
             return
@@ -265,8 +274,10 @@ class FeedCore:
                 )
             self._observe(Committed(record.group_id, manifest.step))
             self.accounts.settle(entry, "trained", read=entry.coordinate is not None)
-        for group_id in manifest.dropped:
-            self._drop_recorded(group_id)
+        for group_id, reason in drop_reasons(manifest).items():
+            self.drop(group_id, reason)
+            self.accounts.drop_recorded(group_id, reason)
+        self.actions -= told(manifest)
         self._open_next(manifest.version, len(manifest.records))
 
     def apply_fork(self, begin: Begin) -> None:
@@ -277,18 +288,9 @@ class FeedCore:
         if begin.fork is not None and begin.fork.number == self.version.number:
             self.version = Version(begin.incarnation, self.version.number)
 
-    def _drop_recorded(self, group_id: str) -> None:
-        """A manifest lists a drop, so the next one need not."""
-        if self.drop(group_id) or group_id in self.accounts.dropped:
-            self.accounts.dropped.remove(group_id)
-        else:
-            self.accounts.drop_unread(group_id)
-
     def _open_next(self, version: Version, num_groups: int) -> None:
-        """The manifest of the step that closed holds what was done for it."""
         self._unpublished.append((version, num_groups))
         self.version = version
-        self.actions.clear()
         self._ever_held.clear()
         self._mask_before = None
 

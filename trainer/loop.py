@@ -28,7 +28,7 @@ from connectors.records import Manifest, Version
 from connectors.run_dir import RunDir
 from connectors.signals import stop_on_signals
 from connectors.weights import Snapshot
-from trainer import stall
+from trainer import actions, stall
 from trainer.checkpoint import CheckpointStore, run_store
 from trainer.checkpoint_meta import CheckpointMeta
 from trainer.engine import TrainingEngine
@@ -261,7 +261,7 @@ class Loop:
         beside training in those of the steps after that."""
         return {
             **done.metrics,
-            **{f"staleness/{name}": float(count) for name, count in taken.actions.items()},
+            **actions.metrics(taken.actions),
             **{f"staleness/waits/{reason}": 1.0 for reason in taken.waits},
             **{f"seconds/wait/{reason}": seconds for reason, seconds in taken.waits.items()},
             "seconds/wait": waited_s,

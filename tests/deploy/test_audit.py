@@ -183,11 +183,17 @@ def test_records_that_are_none_of_the_runs_are_named_and_settle_nothing() -> Non
     assert any("unreadable" in line for line in audit_lines(as_json(found)))
 
 
-def test_an_unreadable_end_that_was_refunded_is_a_closed_group() -> None:
+@pytest.mark.parametrize("is_read_first", [True, False])
+def test_an_unreadable_end_that_was_refunded_is_a_closed_group(is_read_first: bool) -> None:
     log = Log()
     log.terminals[2] = replace(closed(0, 1), kind="corrupt", error="cut")
+    if is_read_first:  # as far as step 2 was trained
+        log.policy[2:] = [
+            announcement(1, (3, 3)), announcement(2, (4, 3), closed=(group_id(0, 1),))
+        ]  # fmt: skip
     found = audit(log.history())
     assert (found.ok, found.groups["closed"], found.groups["dropped"]) == (True, 1, 0)
+    assert found.closed_by_reason == {"malformed": 1}
 
 
 # ---------------------------------------------------------------------------------------- records

@@ -89,6 +89,36 @@ def test_the_status_of_a_trimmed_log_counts_what_the_whole_one_did(log: WrittenL
     ]  # fmt: skip
 
 
+def test_what_was_dropped_before_the_checkpoint_is_what_it_is_in_the_whole_log(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """(0, 3) was dropped ready. Of those that still ran, two close afterwards and one is scored;
+    (1, 2) is open before settled ones."""
+    log = write_example(cluster, tmp_path)
+    log.announce(2, 5, 5)
+    log.score(1, 2, 1)
+    log.score(0, 3, 2)
+    for place in ((0, 4), (1, 3)):
+        log.ledger.drop(log.group_id(*place), "filtered")
+    ended = [(0, 1), (0, 3), (0, 4), (1, 3), (1, 4)]
+    log.announce(2, 5, 5, closed=tuple(log.group_id(*place) for place in ended))
+    log.checkpoint()
+    state = log.ledger.snapshot()
+    assert state.settled == ((), ((3, 5),))
+    assert state.counts.dropped_by_reason == {"stale": 1, "filtered": 2}
+    log.close(1, 3, "cancelled")
+    log.close(0, 4, "time_cap")
+    log.score(1, 4, 2)
+    log.step(3, (1, 2), reward=1.0)
+    whole = audited(log), read_status(log)
+    trim(log)
+    for before, after in zip(whole, (audited(log), read_status(log)), strict=True):
+        assert before["closed_by_reason"] == {"reward_nan": 1, "cancelled": 1, "time_cap": 1}
+        assert after["closed_by_reason"] == before["closed_by_reason"]
+        assert after["groups"] == before["groups"]
+        assert [after["groups"][how] for how in ("closed", "dropped", "open")] == [3, 2, 0]
+
+
 def test_what_broke_after_the_checkpoint_is_found_in_a_trimmed_log(log: WrittenLog) -> None:
     trim(log)
     log.score(0, 0, 3)  # trained in step 1, whose manifest is gone

@@ -25,6 +25,7 @@ from connectors.records import (
 )
 from operators.staleness.lineage import lag, stalest
 from operators.staleness.types import StalenessPolicy
+from trainer import actions
 from trainer.feed_state import ClosedStep, FeedState, fresh
 from trainer.ledger import FeedCore
 from trainer.overdue import recorded
@@ -53,6 +54,7 @@ def manifest(step: ClosedStep, epoch: int = 0, **more: Any) -> Manifest:
         digest_before="",
         digest="",
         dropped=step.dropped,
+        metrics=actions.metrics(step.actions),
         **more,
     )
 
@@ -331,14 +333,34 @@ class World:
         ended = closed | set(trained)
         dropped = set(self.min_version) - set(self.core.accounts.open) - ended
         assert counts["closed"] == len(closed) + len(dropped)
+        assert counts["dropped"] == len(dropped)
+        assert sum(counts["dropped_by_reason"].values()) == len(dropped)
         assert sum(counts["closed_by_reason"].values()) == len(closed) + len(dropped)
+        said = Counter(first[g].reason for g in closed)
+        assert self.core.accounts.counts().ended_by_reason == said
         assert set(self.core.accounts.open) <= set(self.min_version) - ended
         listed = [g for m in chain.manifests for g in m.dropped]
         assert len(listed) == len(set(listed))
         assert dropped <= {*listed, *self.core.accounts.dropped}
+        self.account_actions(chain)
         extra = sum(len(log) for log in self.trajectories) - len(first)
         assert counts["duplicates"] == extra
         assert counts["ungranted"] == 0
+
+    def account_actions(self, chain: Chain) -> None:
+        """What was done is in the manifests, each once, or will be in the next one."""
+        done = sum(map(actions.told, chain.manifests), +self.core.actions)
+        done += actions.drops(self.core.accounts.dropped)
+        unlisted = self.core.accounts.dropped
+        num_dropped = sum(len(m.dropped) for m in chain.manifests) + len(unlisted)
+        assert sum(n for name, n in done.items() if name.startswith("drops/")) == num_dropped
+        cancels = Counter(
+            f"cancels/{cancel.then}/{cancel.reason}"
+            for said in self.policy_log
+            if isinstance(said, Announcement)
+            for cancel in said.cancels
+        )
+        assert {name: n for name, n in done.items() if name.startswith("cancels/")} == cancels
 
 
 def group_of(record: Scored | Closed) -> str:

@@ -35,6 +35,7 @@ from operators.staleness import policy
 from operators.staleness.n_step_off import NStepOff, Slots
 from operators.staleness.types import Choice, Ledger, StalenessPolicy
 from tests.broker_process import BrokerProcess
+from trainer import actions
 from trainer.accounts import LedgerBroken
 from trainer.feed import Feed, FeedFailed, StepInput
 from trainer.feed_state import FeedState, fresh
@@ -200,6 +201,7 @@ def as_manifest(step: StepInput, epoch: int) -> Manifest:
         digest_before="",
         digest="",
         dropped=step.dropped,
+        metrics=actions.metrics(step.actions),
     )
 
 
@@ -313,6 +315,26 @@ def test_a_group_of_a_version_no_step_made_yet_is_dropped_and_counted(world: Wor
     feed.published(v(1), "d1")
     world.score(0, 3, 1)
     assert names(taken(feed)) == ["0/3"], "step 1 makes version 1"
+
+
+@pytest.mark.parametrize("corrupt", [True, False])
+def test_a_refund_that_was_announced_costs_no_dead_letter(world: World, corrupt: bool) -> None:
+    """The group's record comes after the feed that dropped it, and its refund, is gone."""
+    world.prompts(0, 10)
+    feed = world.feed(n=0, batch_size=1)
+    refund = msgspec.structs.replace(feed.published(v(0), "d"), closed=(world.gid(0, 0),))
+    feed.close()
+    world.producer.append(world.cluster.topic("policy"), 0, encode(refund))
+    record = b"no arrow at all" if corrupt else encode_group(world.group(0, 0))
+    world.write(0, world.gid(0, 0), record, "group")
+    again = world.feed(n=0, batch_size=1, untrainable=lambda group: "it has no token")
+    status = eventually(again.status)
+    assert status["closed_by_reason"] == {"malformed": 1}
+    assert status["dropped_by_reason"] == ({} if corrupt else {"malformed": 1})
+    world.write(0, world.gid(0, 0), record, "group")
+    assert eventually(lambda: again.status()["duplicates"]) == 1
+    letters = read_all(world.cluster, world.cluster.topic("dead-letters"), range(PARTITIONS))
+    assert [letter.value for letter in letters] == [record]
 
 
 def test_a_group_under_another_ones_key_is_corrupt(world: World) -> None:

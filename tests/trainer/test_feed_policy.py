@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from tests.connectors.scripted_engine import ScriptedEngine, run, serving, until
 from tests.trainer.ledger_world import TOPIC, gid
 from tests.trainer.test_feed import World, as_manifest, eventually, names, taken, v
 from trainer import feed as feed_module
+from trainer.feed import Feed
 from trainer.feed_state import Entry, FeedState, fresh
 from trainer.ledger import FeedCore
 from trainer.load import LoadPoll
@@ -41,11 +44,12 @@ def cancels(world: World) -> list[Cancel]:
     return [cancel for said in world.announced for cancel in said.cancels]
 
 
+@pytest.mark.parametrize("is_saved", [True, False])
 def test_a_running_group_that_is_given_up_is_cancelled_once_and_refunded_once(
-    world: World,
+    world: World, is_saved: bool
 ) -> None:
     """Of three groups the first two that end are the step; the trainer dies before the third is
-    closed."""
+    closed, and after or before the step's checkpoint is saved."""
     subject = policy("over-generate", extra=1)
     world.prompts(0, 8)
     feed = world.feed(subject=subject)
@@ -58,12 +62,13 @@ def test_a_running_group_that_is_given_up_is_cancelled_once_and_refunded_once(
     feed.close()
     world.steps.append(as_manifest(step, feed.epoch))
 
-    feed = world.feed(subject=subject, state=step.snapshot)
+    feed = world.feed(subject=subject, state=step.snapshot if is_saved else None)
     feed.published(v(1), "e")
     assert feed.status()["running"] == 3, "the cancelled one holds its place until it has ended"
     world.refuse(0, 1, "cancelled")
     world.refuse(0, 1, "cancelled")
     assert eventually(lambda: world.limits()[0] == 6)
+    assert eventually(lambda: feed.status()["duplicates"])
     found = feed.status()
     assert (found["closed"], found["duplicates"], found["credit_balance"]) == (1, 1, 0)
     assert len(cancels(world)) == 1, "neither by the next version nor by the next trainer again"
@@ -146,6 +151,27 @@ def test_late_tokens_count_less_by_each_step_over_the_bound(world: World) -> Non
     assert late.weights == {v(0): 0.5}
     assert late.settings["token_weights"] == "0.0=0.5"
     assert "staleness_bound" not in late.settings
+
+
+def test_the_time_before_the_trainer_asks_is_no_wait(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening = Feed._open
+
+    def slowly(feed: Feed, clients: ExitStack) -> None:
+        time.sleep(0.6)
+        opening(feed, clients)
+
+    monkeypatch.setattr(Feed, "_open", slowly)
+    world.prompts(0, 1)
+    feed = world.feed(n=0, batch_size=1)
+    time.sleep(0.3)
+    began = time.monotonic()
+    assert feed.take(0.01) is None
+    feed.published(v(0), "d")
+    world.score(0, 0)
+    waits = taken(feed).waits
+    assert 0 < sum(waits.values()) <= time.monotonic() - began
 
 
 def test_the_trainers_waits_are_told_by_what_it_waited_for(world: World) -> None:

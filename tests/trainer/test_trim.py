@@ -18,7 +18,7 @@ from tests.small_run import until
 from trainer import trim
 from trainer.checkpoint import CheckpointStore
 from trainer.checkpoint_meta import CheckpointMeta
-from trainer.feed_state import FIRST_VERSION, Entry, FeedState, fresh
+from trainer.feed_state import FIRST_VERSION, Entry, FeedState, Unread, fresh
 from trainer.step_log import Chain, read_steps
 from trainer.trim import Trimmer
 
@@ -102,7 +102,7 @@ def ledger(
         frontier=(frontier, 0),
         settled=(settled, ()),
         open=entries,
-        unread={group_id(cluster, offset): "trained" for offset in unread},
+        unread={group_id(cluster, offset): Unread("trained") for offset in unread},
     )
 
 
