@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks.staleness_records import Record, Setting, steps_per_hour
 
 WINDOW: Final = 10
-WIDTH: Final = 200
+WIDTH: Final = 240
 Floats = NDArray[np.float64]
 K = TypeVar("K", bound=Hashable)
 
