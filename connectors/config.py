@@ -21,8 +21,16 @@ class ConfigError(ValueError):
     """The configuration is wrong; the message is one line: where, the rule, the value got."""
 
 
+_MOST_TOKENS: Final = 10_000_000
+"""Of a sequence: no model has a longer context."""
+_MOST_STEPS: Final = 10**9
+_YEAR_S: Final = 365 * 24 * 3600
+
+
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    """Strict: a flag or a string is no number. An integer is one, where a float is asked for."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
 class Run(Section):
@@ -87,7 +95,7 @@ class Kafka(Section):
     bootstrap_servers: str | None = None
     """host:port of an Apache Kafka; leave out to use the embedded broker."""
     partitions: int = Field(2, ge=1, le=1024)
-    max_message_bytes: int = Field(64 << 20, ge=1 << 16)
+    max_message_bytes: int = Field(64 << 20, ge=1 << 16, le=(1 << 31) - 1)
     security: KafkaSecurity = KafkaSecurity()
 
 
@@ -111,7 +119,7 @@ class Model(Section):
     """A Hugging Face model folder, or `package.module:function` (or `file.py:function`) that builds
     one into the folder it is given."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    context_tokens: int = Field(2048, ge=8)
+    context_tokens: int = Field(2048, ge=8, le=_MOST_TOKENS)
 
 
 def _engine_url(text: str) -> str:
@@ -127,10 +135,10 @@ def _engine_url(text: str) -> str:
 
 class EngineSection(Section):
     kind: Literal["hf", "vllm"] = "hf"
-    count: int = Field(1, ge=1)
-    max_running: int = Field(64, ge=1)
+    count: int = Field(1, ge=1, le=10_000)
+    max_running: int = Field(64, ge=1, le=65_536)
     """Sequences decoded together on one engine."""
-    num_gpus: float = Field(0, ge=0)
+    num_gpus: float = Field(0, ge=0, le=1024)
     urls: list[Annotated[str, AfterValidator(_engine_url)]] = []
     """Engines started elsewhere; leave out for those this run starts."""
     options: dict[str, Any] = {}
@@ -139,7 +147,7 @@ class EngineSection(Section):
 class SamplingSection(Section):
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
-    max_tokens: int = Field(64, ge=1)
+    max_tokens: int = Field(64, ge=1, le=_MOST_TOKENS)
     stop_ids: list[int] = []
     """Empty: the tokenizer's end-of-sequence id (and the chat template's end-of-turn id)."""
 
@@ -149,9 +157,9 @@ class Task(Section):
     """`single_turn`, `tool_loop`, or the user's own `module:function` or `file.py:function`."""
     reward: str
     """`exact_match`, `numeric_match`, `reasoning-gym`, `module:function` or `file.py:function`."""
-    group_size: int = Field(8, ge=1)
-    reward_timeout_s: float = Field(30.0, gt=0)
-    reward_retries: int = Field(2, ge=0)
+    group_size: int = Field(8, ge=1, le=65_536)
+    reward_timeout_s: float = Field(30.0, gt=0, le=_YEAR_S)
+    reward_retries: int = Field(2, ge=0, le=1000)
     prompts: str | None = None
     """A JSONL file or `reasoning-gym:NAME`; leave out when others produce into the topic."""
     repeat: bool = False
@@ -163,7 +171,7 @@ class Task(Section):
 
 class Staleness(Section):
     policy: str = "deadline"
-    bound: int | None = Field(None, ge=0)
+    bound: int | None = Field(None, ge=0, le=10_000)
     """Steps that a trained token may be old: the parameter of `deadline` (4 if left out); of other
     policies it follows from theirs, and must be this."""
     lookahead: int | Literal["auto"] | None = None
@@ -171,7 +179,7 @@ class Staleness(Section):
     finds it while the run goes on) and `n-step-off`."""
     at_deadline: Literal["wait", "mask", "drop", "reweight"] | None = None
     """Of `deadline`: what becomes of a group that is not ready in time (`wait` if left out)."""
-    time_cap_s: float | None = Field(None, gt=0)
+    time_cap_s: float | None = Field(None, gt=0, le=_YEAR_S)
     """A group whose rollout takes longer is closed. It counts from when a worker takes the prompt
     up, through every requeue; not the time in which an outage holds up one of its requests."""
     parameters: dict[str, Any] = {}
@@ -203,11 +211,11 @@ class Source(Section):
 
 class Trainer(Section):
     num_ranks: int = Field(1, ge=1)
-    num_gpus: float = Field(0, ge=0)
+    num_gpus: float = Field(0, ge=0, le=1024)
     zero_stage: Literal[0, 1, 2, 3] = 1
-    groups_per_step: int = Field(8, ge=1)
+    groups_per_step: int = Field(8, ge=1, le=1_000_000)
     learning_rate: float = Field(1e-6, ge=0)
-    num_steps: int = Field(100, ge=1)
+    num_steps: int = Field(100, ge=1, le=_MOST_STEPS)
     advantage: Literal["grpo"] = "grpo"
     loss: Literal["ppo"] = "ppo"
     correction: Literal["tis", "none"] = "tis"
@@ -217,11 +225,11 @@ class Trainer(Section):
     clip_high: float = Field(0.2, gt=0)
     max_grad_norm: float = Field(1.0, gt=0)
     weight_decay: float = Field(0.0, ge=0)
-    max_tokens_per_microbatch: int = Field(8192, ge=1)
-    num_threads: int = Field(1, ge=1)
+    max_tokens_per_microbatch: int = Field(8192, ge=1, le=10 * _MOST_TOKENS)
+    num_threads: int = Field(1, ge=1, le=1024)
     """CPU threads of the trainer; bits depend on it, so it is recorded in every manifest."""
     source: Source | None = None
-    publish_timeout_s: float = Field(60.0, gt=0)
+    publish_timeout_s: float = Field(60.0, gt=0, le=_YEAR_S)
     publish_through: Literal["auto", "memory", "group"] = "auto"
     """How engines get weights: `memory`, which processes of one host share; `group`, a broadcast
     over gloo or NCCL; `auto`: memory where it can be shared, the group elsewhere."""
@@ -231,10 +239,10 @@ class Checkpoint(Section):
     url: str | None = None
     """A folder, or a URL of any fsspec file system (`s3://bucket/prefix`); leave out for
     `RUN/checkpoints`."""
-    every_steps: int = Field(10, ge=1)
-    keep: int = Field(2, ge=1)
+    every_steps: int = Field(10, ge=1, le=_MOST_STEPS)
+    keep: int = Field(2, ge=1, le=1_000_000)
     """The newest ones stay."""
-    keep_hours: float | None = Field(None, gt=0)
+    keep_hours: float | None = Field(None, gt=0, le=1_000_000)
     """Younger ones stay, too."""
     trim_log: bool = False
     """Delete what the oldest kept checkpoint needs no more from `rollouts`, `trajectories` and
@@ -245,10 +253,10 @@ class Checkpoint(Section):
 
 
 class Eval(Section):
-    every_versions: int = Field(0, ge=0)
+    every_versions: int = Field(0, ge=0, le=_MOST_STEPS)
     """0 = never."""
-    max_prompts: int = Field(128, ge=1)
-    max_tokens: int | None = Field(None, ge=1)
+    max_prompts: int = Field(128, ge=1, le=_MOST_STEPS)
+    max_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)
 
 
 class Config(Section):

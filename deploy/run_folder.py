@@ -238,7 +238,8 @@ def check_files(config: Config) -> None:
 
 
 def _changes(run_dir: RunDir, table: Mapping[str, Any], source: Source) -> tuple[str, ...]:
-    """'key: old -> new' for every key that differs; ConfigError for one that must not."""
+    """'key: old -> new' for every key that differs; ConfigError, with all of them, for those that
+    must not."""
     earlier = load(run_dir.config_file).model_dump(exclude_none=True)
     before, after = dict(_flat(earlier)), dict(_flat(table))
     known = _read_source(run_dir)
@@ -250,16 +251,24 @@ def _changes(run_dir: RunDir, table: Mapping[str, Any], source: Source) -> tuple
         for key in sorted(before.keys() | after.keys())
         if key != "run.dir" and before.get(key) != after.get(key)
     ]
-    for key, old, new in differ:
-        if key in _FIXED or (key.startswith("staleness.") and key != "staleness.time_cap_s"):
-            raise ConfigError(
-                f"{key}: cannot change from {old!r} to {new!r}: the log in {run_dir.path} "
-                "depends on it (start another run with it, in a folder of its own)"
-            )
+    fixed = [
+        f"{key}: cannot change from {_said(old)} to {_said(new)}"
+        for key, old, new in differ
+        if key in _FIXED or (key.startswith("staleness.") and key != "staleness.time_cap_s")
+    ]
+    if fixed:
+        raise ConfigError(
+            f"{'; '.join(fixed)}: the log in {run_dir.path} depends on it (start another run with "
+            "it, in a folder of its own)"
+        )
     return tuple(
         f"{key}: changed" if key.endswith("sasl_password") else f"{key}: {old!r} -> {new!r}"
         for key, old, new in differ
     )
+
+
+def _said(value: Any) -> str:
+    return "nothing" if value is None else repr(value)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -19,8 +19,9 @@ _BOUND: Final = "staleness_bound"
 def configured_policy(config: Config) -> StalenessPolicy[Any]:
     """The policy `[staleness]` names; ConfigError otherwise."""
     section = config.staleness
+    parameters = configured_parameters(section)
     try:
-        policy = policy_for(section.policy, shape_of(config), **configured_parameters(section))
+        policy = policy_for(section.policy, shape_of(config), **parameters)
     except ValueError as error:
         raise ConfigError(f"staleness: {error}") from error
     if section.bound is not None and not isinstance(policy, Deadline):

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from deploy.simulate.sources import Source
 
 NUM_STEPS: Final = 60
+MOST_STEPS: Final = 100_000
+MOST_SEEDS: Final = 1000
+MOST_BOUND: Final = 10_000
+MOST_SEED: Final = 2**63 - 1
 
 
 def add(commands: Commands) -> None:
@@ -41,19 +45,24 @@ def add(commands: Commands) -> None:
         "one; for a workload a few to compare)",
     )  # fmt: skip
     parser.add_argument(
-        "--bound", type=_least(0), metavar="N",
+        "--bound", type=_number(0, MOST_BOUND), metavar="N",
         help="the staleness bound, as the parameter that each policy has for it",
     )  # fmt: skip
     parser.add_argument(
-        "--lookahead", type=_least(0), metavar="L", help="how many steps ahead prompts are granted"
+        "--lookahead",
+        type=_number(0, MOST_BOUND),
+        metavar="L",
+        help="how many steps ahead prompts are granted",
     )
     parser.add_argument(
-        "--steps", type=_least(1), default=NUM_STEPS, metavar="N",
+        "--steps", type=_number(1, MOST_STEPS), default=NUM_STEPS, metavar="N",
         help=f"steps to train (default: {NUM_STEPS})",
     )  # fmt: skip
-    parser.add_argument("--seed", type=_least(0), default=0, metavar="S", help="default: 0")
     parser.add_argument(
-        "--seeds", type=_least(1), default=1, metavar="N",
+        "--seed", type=_number(0, MOST_SEED), default=0, metavar="S", help="default: 0"
+    )
+    parser.add_argument(
+        "--seeds", type=_number(1, MOST_SEEDS), default=1, metavar="N",
         help="means over N seeds, from --seed on (default: 1)",
     )  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, FILE.svg")
@@ -145,10 +154,10 @@ def _from_run(folder: str) -> Source:
         return sources.from_run(config, folder, cluster)
 
 
-def _least(least: int) -> Callable[[str], int]:
+def _number(least: int, most: int) -> Callable[[str], int]:
     def number(text: str) -> int:
-        if (value := int(text)) < least:
-            raise argparse.ArgumentTypeError(f"{value} is below {least}")
+        if not least <= (value := int(text)) <= most:
+            raise argparse.ArgumentTypeError(f"must be from {least} to {most}, got {value}")
         return value
 
     return number

@@ -18,6 +18,9 @@ MIN_STEPS: Final = 4
 MIN_SAMPLES: Final = 16
 MOST_SAMPLES: Final = 4096
 """Enough for any fit here; more are thinned out evenly."""
+FEW: Final = 0.25
+"""Share of the answers: fewer that cannot have queued are those of an engine less busy than it is
+most of the time."""
 VARIES: Final = 0.25
 """Between its 10th and its 90th percentile, a share of its median: less is no variation to fit
 to."""
@@ -66,7 +69,10 @@ def decode_times(
     overhead = ones if lengths_vary else 0 * ones
     per_running = length * running if load_varies else 0 * ones
     fitted = least_absolute(np.stack([overhead, length, per_running], axis=1), took)
-    how = f"{len(at)} samples, {np.median(running):.0f} of them together on an engine"
+    how = f"{len(unqueued)} of {len(tokens)} answers, those that cannot have queued, "
+    how += f"{np.median(running):.0f} of them together on an engine"
+    if len(unqueued) < FEW * len(tokens):
+        how += f"; less than {FEW:.0%} of all, so the prediction may be too fast"
     if not lengths_vary:
         how += "; lengths hardly vary, so all of a sample's time is its tokens'"
     if not load_varies:

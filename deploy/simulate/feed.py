@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, Literal, NamedTuple
 
+from connectors.config import ConfigError
 from connectors.records import REASONS, Version
 from deploy.simulate.workload import Workload
 from operators.staleness.printed import ledger_text
@@ -33,6 +34,9 @@ from trainer.grants import group_credits
 PATIENCE: Final = 100
 """Batches of groups that end untrained without a step filling: from then on the policy is held to
 make no progress."""
+MOST_GROUPS: Final = 20_000
+MOST_TRAJECTORIES: Final = 1_000_000
+"""Open at once: with more, a step would take hours to simulate."""
 
 GivenUp = Literal["dropped", "cancelled", "requeued"]
 
@@ -99,9 +103,7 @@ class Feed:
         self._observe(Closed(group_id, reason))
 
     def load(self, load: EngineLoad) -> bool:
-        """Whether the policy heeds it. An auditable one hears nothing of it."""
-        if self.policy.auditable:
-            return False
+        """Whether the policy, no auditable one, heeds it."""
         before = self._state
         self._state = self.policy.observe(before, load)
         if self._state is before:
@@ -180,6 +182,7 @@ class Feed:
 
     def _grant(self) -> bool:
         credits = group_credits(self.policy, self._state, self.ledger())
+        self._check_room(credits)
         for _ in range(credits):
             group_id = f"prompts/0/{self._num_granted}"
             self._open[group_id] = OpenGroup(
@@ -197,6 +200,14 @@ class Feed:
             self._observe(Granted(group_id, self._published))
             self._start(group_id)
         return credits > 0
+
+    def _check_room(self, credits: int) -> None:
+        num_open, group_size = len(self._open) + credits, self._workload.group_size
+        if num_open > MOST_GROUPS or num_open * group_size > MOST_TRAJECTORIES:
+            raise ConfigError(
+                f"simulate: at most {MOST_GROUPS} groups and {MOST_TRAJECTORIES} trajectories may "
+                f"be open at once, got {num_open} groups of {group_size} with {self.policy.name}"
+            )
 
     def report(self) -> str:
         """Where it stands."""

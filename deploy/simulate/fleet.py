@@ -28,6 +28,8 @@ class Fleet:
         self._line: OrderedDict[Request, None] = OrderedDict()
         self._restarts = workload.inflight == "restart"
         self._num_preempted = 0
+        self.used: list[tuple[float, int]] = []  # second, samples that run from then on
+        self.notes_use = True
 
     @property
     def num_running(self) -> int:
@@ -46,6 +48,16 @@ class Fleet:
     def kv_use(self) -> float:
         """Share of its KV cache that the fullest engine uses."""
         return max(engine.kv_use(self._clock.now) for engine in self.engines)
+
+    def note_use(self) -> None:
+        """Into `used`, if it `notes_use`."""
+        if not self.notes_use:
+            return
+        now, num_running = self._clock.now, self.num_running
+        if self.used and self.used[-1][0] == now:
+            self.used[-1] = now, num_running
+        elif not self.used or self.used[-1][1] != num_running:
+            self.used.append((now, num_running))
 
     def take_num_preempted(self) -> int:
         """Samples preempted since this was last asked."""
@@ -89,6 +101,7 @@ class Fleet:
             request, runs = engine.finish(self._clock.now)
             if self._line:
                 self._fill()
+            self.note_use()
             if self._ended(request, runs):
                 break
         return happened

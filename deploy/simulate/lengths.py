@@ -1,18 +1,22 @@
 """How many tokens a trajectory has: distributions, all of them bounded.
 
-`sample` draws n whole lengths of at least 1; `mean` is that of the distribution, in closed form and
-up to rounding; `longest` is never exceeded. Parameters that make no distribution raise ValueError.
+`sample` draws n whole lengths of at least 1, each the nearest to what its distribution says; `mean`
+is that of what it draws; `longest` is never exceeded. Parameters that make no distribution raise
+ValueError.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+NEAR: Final = 1000
+"""Tokens, from the least on: of longer ones rounding is nothing."""
 
 Ints = NDArray[np.int64]
 
@@ -109,10 +113,16 @@ class Lognormal:
         return _whole(rng.lognormal(self.mu, self.sigma, n), self.most)
 
     def mean(self) -> float:
+        return _whole_mean(1, self.most, self._above, lambda a, b: self._cut(b) - self._cut(a))
+
+    def _above(self, x: float) -> float:
+        return 1 - _normal_cdf((math.log(x) - self.mu) / self.sigma)
+
+    def _cut(self, c: float) -> float:
         """E[min(X, c)] = exp(mu + s^2/2) P(Z < z - s) + c P(Z > z), z = (log c - mu)/s."""
-        z = (math.log(self.most) - self.mu) / self.sigma
+        z = (math.log(c) - self.mu) / self.sigma
         below = math.exp(self.mu + self.sigma**2 / 2) * _normal_cdf(z - self.sigma)
-        return below + self.most * (1 - _normal_cdf(z))
+        return below + c * self._above(c)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,10 +145,15 @@ class PowerLaw:
         return _whole(self.least * (1 + rng.pareto(self.alpha, n)), self.most)
 
     def mean(self) -> float:
-        """least + the integral of P(X > x) from least to most."""
-        ratio, power = self.most / self.least, 1 - self.alpha
-        tail = math.log(ratio) if power == 0 else (ratio**power - 1) / power
-        return self.least * (1 + tail)
+        return _whole_mean(self.least, self.most, self._above, self._area)
+
+    def _above(self, x: float) -> float:
+        return float((self.least / x) ** self.alpha)
+
+    def _area(self, a: float, b: float) -> float:
+        power = 1 - self.alpha
+        unit = math.log(b / a) if power == 0 else ((b / a) ** power - 1) / power
+        return a * self._above(a) * unit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +190,22 @@ KINDS: Final[Mapping[str, type]] = {
 def _whole(lengths: NDArray[np.float64], most: int) -> Ints:
     whole: Ints = np.clip(np.rint(np.minimum(lengths, most)), 1, most).astype(np.int64)
     return whole
+
+
+def _whole_mean(
+    least: int,
+    most: int,
+    above: Callable[[float], float],
+    area: Callable[[float, float], float],
+) -> float:
+    """Of the whole number that is nearest to X, cut off at `least` and `most`: least plus the sum
+    over k of P(X > k - 1/2); beyond NEAR terms it is the integral of P(X > x).
+
+    above  P(X > x)
+    area   its integral from one x to another
+    """
+    near = min(most, least + NEAR)
+    return least + sum(above(k - 0.5) for k in range(least + 1, near + 1)) + area(near, most)
 
 
 def _normal_cdf(z: float) -> float:

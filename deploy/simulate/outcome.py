@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
+
+SHOWN_STEPS: Final = 30
+"""Of which a timeline has the slots' use."""
 
 
 class StepTimes(NamedTuple):
@@ -22,7 +25,8 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """slot_use  (second, share of the slots that run a sequence), in order"""
+    """slot_use  (second, share of the slots that run a sequence from then on), in order, until
+    SHOWN_STEPS steps are trained"""
 
     steps: tuple[StepTimes, ...]
     slot_use: tuple[tuple[float, float], ...]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from connectors.config import ConfigError
-from deploy.simulate.outcome import Timeline
+from deploy.simulate.outcome import SHOWN_STEPS, Timeline
 from deploy.simulate.svg import FAINT, INK, Drawing, Point, text_width, ticks
 from deploy.simulate.table import bound_kept
 from deploy.simulate.workload import Workload
@@ -23,8 +23,6 @@ SCATTER_TOP, SCATTER_BOTTOM = 84.0, 440.0
 STRIPS_TOP: Final = 560.0
 STRIP: Final = 84.0
 STRIP_LEFT: Final = 150.0
-SHOWN_STEPS: Final = 30
-"""Of the fastest policy: what the strips show of each."""
 MOST_NAMED: Final = 44
 """Letters of a name at its point; its strip has room for all of it."""
 MOST_POINTS: Final = 800
@@ -159,7 +157,7 @@ def _strips(drawing: Drawing, labels: Sequence[str], timelines: Sequence[Timelin
 
 
 def _shown_s(timelines: Sequence[Timeline]) -> float:
-    """Until the fastest has made SHOWN_STEPS, or all of it."""
+    """Until the fastest has made SHOWN_STEPS, or all of it: of the others no more is known."""
     num = min(SHOWN_STEPS, max(len(timeline.steps) for timeline in timelines))
     if num == 0:
         return 1.0

@@ -99,19 +99,23 @@ def configured(config: Config) -> Configured:
 
 
 def _sized(config: Config) -> tuple[Workload, tuple[str, ...]]:
-    """What a configuration fixes; the rest is to be replaced."""
+    """What a configuration fixes; the rest is to be replaced. ConfigError for more than can be
+    simulated."""
     shape = shape_of(config)
-    workload = Workload(
-        name=config.run.name,
-        batch_size=shape.batch_size,
-        group_size=shape.group_size,
-        lengths=WORKLOADS["standard"].lengths,
-        num_engines=shape.num_engines,
-        num_slots=shape.num_slots,
-        inflight=config.rollout.inflight,
-        slice_tokens=config.rollout.slice_tokens,
-        time_cap_s=config.staleness.time_cap_s,
-    )
+    try:
+        workload = Workload(
+            name=config.run.name,
+            batch_size=shape.batch_size,
+            group_size=shape.group_size,
+            lengths=WORKLOADS["standard"].lengths,
+            num_engines=shape.num_engines,
+            num_slots=shape.num_slots,
+            inflight=config.rollout.inflight,
+            slice_tokens=config.rollout.slice_tokens,
+            time_cap_s=config.staleness.time_cap_s,
+        )
+    except ValueError as error:
+        raise ConfigError(f"simulate: {error}") from error
     if len({task.group_size for task in config.tasks.values()}) == 1:
         return workload, ()
     return workload, (f"assumed: groups of {shape.group_size}, the largest of the tasks'",)
@@ -151,6 +155,8 @@ def _measurements(
         f"measured: rewards {_time(float(np.median(rollouts.reward_s)))} and publishing "
         f"{_time(w.publish_s)} in the median, rewards up to {_time(max(rollouts.reward_s))}, "
         f"{w.failure_rate:.1%} of the groups failed",
+        "measured: the run itself, from one step's end to the next: what it took to start and "
+        "to start again is left out",
         "assumed: lengths of a group are independent, engines have room for the context of all "
         "slots, checkpoints cost nothing",
     ]

@@ -103,7 +103,8 @@ class Configured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """`label` tells apart what has the same name; `parameters` are those that somebody gave."""
+    """`label` has the parameters of `--policy` and those of the configuration that were not
+    overridden; `parameters` are all that somebody gave, by `--bound` and `--lookahead` too."""
 
     label: str
     policy: StalenessPolicy[Any]
@@ -167,9 +168,10 @@ def _subject(
     lookahead: int | None,
     configured: Configured | None,
 ) -> Subject:
-    parameters: dict[str, Any] = {}
+    known: Parameters = {}
     if configured is not None and configured.name == name:
-        parameters.update(configured.parameters)
+        known = configured.parameters
+    parameters = dict(known)
     if lookahead is not None and name in LOOKAHEADS:
         parameters[LOOKAHEADS[name]] = lookahead
     parameters.update(given)
@@ -180,7 +182,12 @@ def _subject(
         policy = policy_for(name, shape, **parameters)
     except ValueError as error:
         raise ConfigError(f"--policy: {error}") from error
-    return Subject(label=label(name, given), policy=policy, parameters=parameters)
+    said = {
+        key: value
+        for key, value in parameters.items()
+        if key in given or (key in known and known[key] == value)
+    }
+    return Subject(label=label(name, said), policy=policy, parameters=parameters)
 
 
 def _check_flags(names: Sequence[str], bound: int | None, lookahead: int | None) -> None:

@@ -71,8 +71,16 @@ class Drawing:
         ).text = content  # fmt: skip
 
     def write(self, file: Path) -> None:
+        """Whole, or not at all."""
         ElementTree.indent(self._root, " ")
-        file.write_bytes(ElementTree.tostring(self._root, encoding="utf-8", xml_declaration=True))
+        written = ElementTree.tostring(self._root, encoding="utf-8", xml_declaration=True)
+        part = file.with_name(f"{file.name}.part")
+        try:
+            part.write_bytes(written)
+            part.replace(file)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
 
     def _add(self, kind: str, said: str = "", **attributes: str | float) -> ElementTree.Element:
         written = {

@@ -10,7 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from deploy.simulate.lengths import Lengths, Lognormal
-from operators.staleness.preset import Count, Number, Parameter, RunShape, check
+from operators.staleness.preset import MOST, Count, Number, Parameter, RunShape, check
+
+MOST_TOKENS: Final = 10**9
+"""Of a prompt or a trajectory: simulated tokens are 64-bit integers, and their sums must be."""
 
 Inflight = Literal["keep", "slices", "restart"]
 
@@ -28,7 +31,7 @@ class Tools:
         _check(
             "tools",
             self,
-            turn_tokens=Count(least=1),
+            turn_tokens=Count(least=1, most=MOST_TOKENS),
             chance=Number(most=1),
             pause_s=Number(),
         )
@@ -138,14 +141,14 @@ _NUMBERS: Final[Mapping[str, Parameter]] = {
     "num_slots": Count(least=1),
     "token_s": Number(positive=True),
     "token_s_per_sequence": Number(),
-    "kv_tokens": Count(least=1, optional=True),
-    "prompt_tokens": Count(),
+    "kv_tokens": Count(least=1, most=MOST, optional=True),
+    "prompt_tokens": Count(most=MOST_TOKENS),
     "prefill_tokens_per_s": Number(positive=True, optional=True),
     "reward_s": _Times(),
     "train_s": Number(),
     "train_s_per_token": Number(),
     "publish_s": Number(),
-    "slice_tokens": Count(least=1),
+    "slice_tokens": Count(least=1, most=MOST_TOKENS),
     "failure_rate": Number(most=1),
     "time_cap_s": Number(positive=True, optional=True),
 }
@@ -167,6 +170,10 @@ def _rules(w: Workload) -> tuple[tuple[str, bool], ...]:
             f"each of {w.num_engines} engines needs a slot: num_slots must be a multiple of "
             f"num_engines, got {w.num_slots}",
             w.num_slots % w.num_engines == 0,
+        ),
+        (
+            f"lengths must be at most {MOST_TOKENS} tokens, got {w.lengths.longest}",
+            w.lengths.longest <= MOST_TOKENS,
         ),
         (f"failure_rate must be below 1, got {w.failure_rate}", w.failure_rate < 1),
         (

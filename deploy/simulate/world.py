@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from deploy.simulate.clock import NEVER, Clock
 from deploy.simulate.feed import Feed, GivenUp, Step
-from deploy.simulate.outcome import Outcome, Timeline
+from deploy.simulate.outcome import SHOWN_STEPS, Outcome, Timeline
 from deploy.simulate.rollouts import Rollout, Rollouts, prompts
 from deploy.simulate.tally import Tally
 from deploy.simulate.trainer import Trainer
@@ -25,7 +25,7 @@ from deploy.simulate.workload import Workload
 from operators.staleness.types import EngineLoad, StalenessPolicy
 
 POLL_S: Final = 5.0
-"""How often engines are asked for their load."""
+"""How often engines are asked for their load, for a policy that may heed it."""
 NUM_IDLE_POLLS: Final = 1000
 """Polls of idle engines, after which a policy that heeds them is not waited for any longer."""
 
@@ -52,9 +52,8 @@ class World:
         self._trainer = Trainer(
             workload, self._clock, take=self._feed.take, train=self._train, hold=self._hold
         )
-        self._next_poll = 0.0
+        self._next_poll = NEVER if policy.auditable else 0.0
         self._num_idle_polls = 0
-        self._slot_use: list[tuple[float, float]] = []
 
     def run(self, num_steps: int) -> Outcome:
         stalled = None
@@ -63,6 +62,8 @@ class World:
             self._feed.settle()
             while self._trainer.begin():
                 self._feed.settle()
+            self._fleet.notes_use = self._trainer.num_trained < SHOWN_STEPS
+            self._fleet.note_use()
             if self._feed.is_fruitless():
                 stalled = self._report("groups end untrained, and no step fills")
             elif not self._advance():
@@ -77,6 +78,8 @@ class World:
         elif due_at < self._next_poll:
             self._num_idle_polls = 0
             self._clock.happen()
+        elif self._next_poll == NEVER:
+            return False
         else:
             heeded = self._poll()
             idle = due_at == NEVER and self._fleet.num_running == 0
@@ -86,13 +89,11 @@ class World:
 
     def _poll(self) -> bool:
         """Whether the policy heeds the engines' load."""
-        now = self._clock.now = self._next_poll
+        self._clock.now = self._next_poll
         self._next_poll += POLL_S
-        num_running = self._fleet.num_running
-        self._slot_use.append((now, num_running / self._workload.num_slots))
         return self._feed.load(
             EngineLoad(
-                num_running,
+                self._fleet.num_running,
                 self._fleet.num_queued,
                 self._fleet.kv_use(),
                 self._fleet.take_num_preempted(),
@@ -161,5 +162,8 @@ class World:
             trained_length_ratio=mean_length / workload.lengths.mean(),
             closed=self._feed.closed,
             stalled=stalled,
-            timeline=Timeline(steps=steps, slot_use=tuple(self._slot_use)),
+            timeline=Timeline(
+                steps=steps,
+                slot_use=tuple((at, num / workload.num_slots) for at, num in self._fleet.used),
+            ),
         )

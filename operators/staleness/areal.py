@@ -20,7 +20,7 @@ Source: AReaL's `StalenessManager` and `WorkflowExecutor`.
 
 from __future__ import annotations
 
-from operators.staleness.preset import Count, Preset
+from operators.staleness.preset import MOST_STEPS, Count, Preset
 from operators.staleness.stateless import Stateless
 from operators.staleness.types import Choice, Ledger
 
@@ -56,7 +56,7 @@ PRESETS = {
     "areal": Preset(
         build=Areal,
         parameters={
-            "max_head_offpolicyness": Count(default=0),
+            "max_head_offpolicyness": Count(default=0, most=MOST_STEPS),
             "consumer_batch_size": Count(default=1, least=1),
             "max_concurrent_rollouts": Count(default=None, least=1, optional=True),
         },

@@ -53,7 +53,7 @@ from typing import Final, Literal
 from connectors.records import Cancel, Version
 from operators.staleness.feasible import plan
 from operators.staleness.pace import Pace, paced, started
-from operators.staleness.preset import Count, CountOr, Number, OneOf, Preset
+from operators.staleness.preset import MOST_STEPS, Count, CountOr, Number, OneOf, Preset
 from operators.staleness.types import Choice, Event, Ledger, OpenGroup, Unit
 
 AtDeadline = Literal["wait", "mask", "drop", "reweight"]
@@ -191,8 +191,8 @@ PRESETS = {
     "deadline": Preset(
         build=_built,
         parameters={
-            "bound": Count(4),
-            "lookahead": CountOr("auto", None, optional=True),
+            "bound": Count(4, most=MOST_STEPS),
+            "lookahead": CountOr("auto", None, optional=True, most=MOST_STEPS),
             "at_deadline": OneOf(("wait", "mask", "drop", "reweight"), "wait"),
             "decay": Number(None, most=1.0, optional=True),
         },

@@ -36,7 +36,7 @@ import msgspec
 
 from connectors.records import Cancel, Version
 from operators.staleness.lineage import lag
-from operators.staleness.preset import Count, Preset
+from operators.staleness.preset import MOST_STEPS, Count, Preset
 from operators.staleness.types import (
     Arrived,
     Choice,
@@ -142,8 +142,8 @@ PRESETS = {
         parameters={
             "max_active_groups": Count(least=1),
             "output_queue_size": Count(default=1000, least=1),
-            "dressage_staleness_keep_versions": Count(default=0),
-            "max_partial_rollout_preempts": Count(default=None, optional=True),
+            "dressage_staleness_keep_versions": Count(default=0, most=MOST_STEPS),
+            "max_partial_rollout_preempts": Count(default=None, optional=True, most=MOST_STEPS),
             "rollout_max_retries": Count(default=2),
         },
         from_run={"max_active_groups": lambda shape: shape.batch_size},

@@ -21,7 +21,7 @@ import msgspec
 
 from connectors.records import Cancel, Version
 from operators.staleness.lineage import lag
-from operators.staleness.preset import Count, Preset
+from operators.staleness.preset import MOST_STEPS, Count, Preset
 from operators.staleness.types import (
     Announced,
     Choice,
@@ -130,7 +130,7 @@ def _remove(state: Slots, group_id: str, *, give_back: bool) -> Slots:
 
 
 PRESETS = {
-    "n-step-off": Preset(build=lambda n: NStepOff(n), parameters={"n": Count()}),
+    "n-step-off": Preset(build=lambda n: NStepOff(n), parameters={"n": Count(most=MOST_STEPS)}),
     "sync": Preset(build=lambda: NStepOff(0, "sync")),
     "one-step-off": Preset(build=lambda: NStepOff(1, "one-step-off")),
 }

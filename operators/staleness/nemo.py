@@ -42,7 +42,7 @@ from typing import Any
 
 from connectors.records import Cancel
 from operators.staleness.n_step_off import NStepOff, Slots
-from operators.staleness.preset import Count, Flag, Parameter, Preset
+from operators.staleness.preset import MOST_STEPS, Count, Flag, Parameter, Preset
 from operators.staleness.stateless import Stateless
 from operators.staleness.types import Choice, Ledger, OpenGroup, StalenessPolicy
 
@@ -225,9 +225,13 @@ def _preset(sampler: Any, *, run_least: int | None = None, **own: Parameter) -> 
 
 PRESETS = {
     "nemo-windowed": _preset(
-        Windowed, max_staleness_versions=Count(1), sample_freshest_first=Flag(False)
+        Windowed,
+        max_staleness_versions=Count(1, most=MOST_STEPS),
+        sample_freshest_first=Flag(False),
     ),
-    "nemo-weight-fifo": _preset(WeightFifo, run_least=1, max_staleness_versions=Count(1)),
-    "nemo-ready-first": _preset(ReadyFirst, max_staleness_versions=Count(1)),
-    "nemo-in-order": _preset(InOrder, max_lookahead_versions=Count(1)),
+    "nemo-weight-fifo": _preset(
+        WeightFifo, run_least=1, max_staleness_versions=Count(1, most=MOST_STEPS)
+    ),
+    "nemo-ready-first": _preset(ReadyFirst, max_staleness_versions=Count(1, most=MOST_STEPS)),
+    "nemo-in-order": _preset(InOrder, max_lookahead_versions=Count(1, most=MOST_STEPS)),
 }

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from operators.staleness.preset import Count, Flag, Preset
+from operators.staleness.preset import MOST_STEPS, Count, Flag, Preset
 from operators.staleness.stateless import Stateless
 from operators.staleness.types import Choice, Ledger, Unit
 
@@ -59,7 +59,7 @@ PRESETS = {
     "openrlhf": Preset(
         build=OpenRlhf,
         parameters={
-            "async_queue_size": Count(default=1, least=1),
+            "async_queue_size": Count(default=1, least=1, most=MOST_STEPS),
             "partial_rollout_enable": Flag(default=False),
         },
     )

@@ -15,6 +15,10 @@ from operators.staleness.types import StalenessPolicy
 REQUIRED: Final = object()
 MOST: Final = 10**12
 """Of any number: no run comes near, and products of a few stay within floats."""
+MOST_COUNT: Final = 10**6
+"""Of groups, trajectories or requests at once."""
+MOST_STEPS: Final = 10**4
+"""Of what counts steps, versions or batches ahead."""
 
 
 class Parameter(Protocol):
@@ -28,10 +32,11 @@ class Parameter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """An integer of at least `least`; None too where it is `optional`."""
+    """An integer from `least` to `most`; None too where it is `optional`."""
 
     default: Any = REQUIRED
     least: int = 0
+    most: int = MOST_COUNT
     optional: bool = False
 
     def check(self, value: Any) -> str | None:
@@ -39,7 +44,7 @@ class Count:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < self.least:
             return f"must be an integer of at least {self.least}"
-        return None if value <= MOST else f"must be at most {MOST:g}"
+        return None if value <= self.most else f"must be at most {self.most}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +88,16 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class CountOr:
-    """An integer of at least 0, or `word`; None too where it is `optional`."""
+    """An integer from 0 to `most`, or `word`; None too where it is `optional`."""
 
     word: str
     default: Any = REQUIRED
+    most: int = MOST_COUNT
     optional: bool = False
 
     def check(self, value: Any) -> str | None:
-        rule = None if value == self.word else Count(optional=self.optional).check(value)
+        count = Count(most=self.most, optional=self.optional)
+        rule = None if value == self.word else count.check(value)
         return rule and f"{rule} or {self.word!r}"
 
 

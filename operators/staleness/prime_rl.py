@@ -44,7 +44,7 @@ import msgspec
 from msgspec.structs import replace
 
 from connectors.records import Cancel
-from operators.staleness.preset import Count, Preset
+from operators.staleness.preset import MOST_STEPS, Count, Preset
 from operators.staleness.types import (
     Arrived,
     Choice,
@@ -250,7 +250,7 @@ PRESETS = {
     "prime-rl": Preset(
         build=PrimeRL,
         parameters={
-            "max_off_policy_steps": Count(default=8),
+            "max_off_policy_steps": Count(default=8, most=MOST_STEPS),
             "initial_inflight": Count(default=None, least=1, optional=True),
             "min_inflight": Count(default=1, least=1),
             "max_inflight": Count(default=1024, least=1),

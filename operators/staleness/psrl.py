@@ -34,7 +34,7 @@ from collections import Counter
 import msgspec
 
 from connectors.records import Cancel, Version
-from operators.staleness.preset import Count, OneOf, Preset
+from operators.staleness.preset import MOST_STEPS, Count, OneOf, Preset
 from operators.staleness.types import (
     Announced,
     Arrived,
@@ -199,7 +199,7 @@ PRESETS = {
     "psrl-roc": Preset(
         build=ReserveOccupyConsume,
         parameters={
-            "staleness": Count(0),
+            "staleness": Count(0, most=MOST_STEPS),
             "staleness_buffer_entries": Count(512, least=1),
             "proactive_filter": OneOf((None, "retry", "truncate"), None),
             "proactive_filter_threshold": Count(4, least=1),

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 
 from connectors.records import Cancel
-from operators.staleness.preset import Count, Flag, Number, Preset
+from operators.staleness.preset import MOST_STEPS, Count, Flag, Number, Preset
 from operators.staleness.stateless import Stateless
 from operators.staleness.types import Choice, Ledger, OpenGroup
 
@@ -119,7 +119,7 @@ PRESETS = {
     "roll": Preset(
         build=Roll,
         parameters={
-            "async_generation_ratio": Number(default=0),
+            "async_generation_ratio": Number(default=0, most=MOST_STEPS),
             "is_use_additional_prompts": Flag(False),
             "max_additional_running_prompts": Count(default=16, least=1),
         },

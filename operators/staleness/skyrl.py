@@ -21,7 +21,7 @@ Source: SkyRL's `FullyAsyncRayPPOTrainer`.
 
 from __future__ import annotations
 
-from operators.staleness.preset import Count, Preset
+from operators.staleness.preset import MOST_STEPS, Count, Preset
 from operators.staleness.stateless import Stateless
 from operators.staleness.types import Choice, Ledger
 
@@ -71,7 +71,7 @@ PRESETS = {
     "skyrl": Preset(
         build=Skyrl,
         parameters={
-            "max_staleness_steps": Count(default=4),
+            "max_staleness_steps": Count(default=4, most=MOST_STEPS),
             "num_parallel_generation_workers": Count(default=None, least=1, optional=True),
             "train_batch_size": Count(default=None, least=1, optional=True),
         },

@@ -24,7 +24,7 @@ Source: TRL's `experimental.async_grpo`.
 
 from __future__ import annotations
 
-from operators.staleness.preset import Count, OneOf, Preset
+from operators.staleness.preset import MOST_STEPS, Count, OneOf, Preset
 from operators.staleness.stateless import Stateless
 from operators.staleness.types import Choice, Ledger, Unit
 
@@ -67,7 +67,7 @@ PRESETS = {
     "trl": Preset(
         build=Trl,
         parameters={
-            "max_staleness": Count(default=4),
+            "max_staleness": Count(default=4, most=MOST_STEPS),
             "max_inflight_tasks": Count(default=-1, least=-1),
             "queue_maxsize": Count(default=1024, least=1),
             "weight_sync_steps": OneOf((1,), default=1),

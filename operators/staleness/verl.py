@@ -31,7 +31,7 @@ synchronisation periods.
 
 from __future__ import annotations
 
-from operators.staleness.preset import Count, Preset
+from operators.staleness.preset import MOST_STEPS, Count, Preset
 from operators.staleness.stateless import Stateless
 from operators.staleness.types import Choice, Ledger
 
@@ -92,8 +92,8 @@ def _bound_of_waiting(threshold: int | None, num_warmup_batches: int) -> int | N
 
 
 _PARAMETERS = {
-    "max_off_policy_threshold": Count(default=8, least=1, optional=True),
-    "num_warmup_batches": Count(default=1),
+    "max_off_policy_threshold": Count(default=8, least=1, optional=True, most=MOST_STEPS),
+    "num_warmup_batches": Count(default=1, most=MOST_STEPS),
 }
 
 PRESETS = {

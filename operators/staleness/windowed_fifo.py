@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from operators.staleness.preset import Count, Preset
+from operators.staleness.preset import MOST_STEPS, Count, Preset
 from operators.staleness.stateless import Stateless
 from operators.staleness.types import Choice, Ledger, OpenGroup
 
@@ -62,7 +62,7 @@ PRESETS = {
     "windowed-fifo": Preset(
         build=WindowedFifo,
         parameters={
-            "target_offpolicy_steps": Count(3),
+            "target_offpolicy_steps": Count(3, most=MOST_STEPS),
             "num_prompts_per_train_step": Count(8, least=1),
             "window_size": Count(None, least=1, optional=True),
         },

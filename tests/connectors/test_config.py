@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from connectors.config import ConfigError, load, parse
+from connectors.config import Config, ConfigError, load, parse
 
 MINIMAL = '[model]\npath = "m"\n[tasks.a]\nreward = "exact_match"\n'
 
@@ -44,6 +44,24 @@ def config_file(tmp_path: Path, text: str) -> Path:
             "[trainer]\nlearning_rate = inf",
             "trainer.learning_rate: input should be a finite number",
         ),
+        ("[staleness]\nbound = true", "staleness.bound: input should be a valid integer, got True"),
+        ("[staleness]\nbound = '4'", "staleness.bound: input should be a valid integer, got '4'"),
+        (
+            "[staleness]\ntime_cap_s = true",
+            "staleness.time_cap_s: input should be a valid number, got True",
+        ),
+        (
+            "[trainer]\ngroups_per_step = 99999999999",
+            "trainer.groups_per_step: input should be less than or equal to 1000000, got 999999",
+        ),
+        (
+            "[engine]\ncount = 1000000",
+            "engine.count: input should be less than or equal to 10000, got 1000000",
+        ),
+        (
+            "[tasks.b]\nreward = 'x'\ngroup_size = 99999999",
+            "tasks.b.group_size: input should be less than or equal to 65536, got 99999999",
+        ),
         ("[rollout]\noversample = 2", "rollout.oversample: only 0 is available yet, got 2"),
         (
             "[tasks.b]\nreward = 'x'\ngroup_size = 1",
@@ -62,6 +80,18 @@ def test_a_wrong_key_or_value_is_one_line_that_names_it(
         load(file)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_every_count_has_a_limit_and_an_integer_is_a_number_too(tmp_path: Path) -> None:
+    config = load(config_file(tmp_path, MINIMAL + "[staleness]\ntime_cap_s = 900\n"))
+    assert config.staleness.time_cap_s == 900.0
+    whole = {"model": {"path": "m"}, "tasks": {"a": {"reward": "r"}}}
+    for name, section in Config.model_fields.items():
+        for key, field in getattr(section.annotation, "model_fields", {}).items():
+            if field.annotation is int and key != "seed":
+                table = {**whole, name: {**whole.get(name, {}), key: 10**30}}
+                with pytest.raises(ConfigError, match=rf"{name}\.{key}: "):
+                    parse(table, base_dir="")
 
 
 def test_a_trimmed_log_hangs_on_more_than_one_checkpoint(tmp_path: Path) -> None:

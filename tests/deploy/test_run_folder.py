@@ -124,6 +124,18 @@ def test_a_key_the_log_depends_on_cannot_change(change: str, folder: Folder) -> 
     assert folder.run_dir.config_file.read_bytes() == before
 
 
+def test_every_key_that_cannot_change_is_named(folder: Folder) -> None:
+    before = ("staleness.bound=8", "staleness.at_deadline=mask", "staleness.time_cap_s=60")
+    prepare(folder.load(*before), folder.run_dir)
+    with pytest.raises(ConfigError) as refused:
+        prepare(folder.load("staleness.bound=3", "trainer.num_steps=7"), folder.run_dir)
+    assert str(refused.value).startswith(
+        "staleness.at_deadline: cannot change from 'mask' to nothing; "
+        "staleness.bound: cannot change from 8 to 3: the log in "
+    )
+    assert "\n" not in str(refused.value)
+
+
 def test_a_model_is_built_once_into_the_runs_folder(folder: Folder) -> None:
     change = "model.path=mine.py:build"
     prepared = prepare(folder.load(change), folder.run_dir)

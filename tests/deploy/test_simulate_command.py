@@ -139,6 +139,23 @@ def test_the_table_names_each_policy_its_bound_and_what_is_assumed(
         (["CONFIG", "--plot", "a.png"], "--plot: a.png: only .svg is drawn, got '.png'"),
         (["CONFIG", "--plot", "none/a.svg"], "there is no folder none"),
         (["CONFIG", "--set", "trainer.groups=1"], "unknown key trainer.groups"),
+        (
+            ["CONFIG", "--set", "sampling.max_tokens=100000000000000000000000000"],
+            "max_tokens: input should be less than or equal to 10000000, got 1000000000",
+        ),
+        (
+            ["CONFIG", "--set", "engine.count=10000", "--set", "engine.max_running=65536"],
+            "num_slots must be at most 1000000, got 655360000",
+        ),
+        (
+            ["CONFIG", "--set", "trainer.groups_per_step=1000000"],
+            "at most 20000 groups and 1000000 trajectories may be open at once, got 2000000 groups",
+        ),
+        (
+            ["CONFIG", "--set", "tasks.sums.group_size=65536", "--policy", "slime"],
+            "may be open at once, got 64 groups of 65536 with slime",
+        ),
+        (["CONFIG", "--policy", "deadline(bound=99999999)"], "bound must be at most 10000, got"),
     ],
 )
 def test_what_is_refused_is_one_line(
@@ -156,6 +173,11 @@ def test_what_is_refused_is_one_line(
         ["--workload", "standard", "--steps", "0"],
         ["--workload", "standard", "--bound", "-1"],
         ["--workload", "standard", "--seeds", "0"],
+        ["--workload", "standard", "--seeds", "99999999999999999999"],
+        ["--workload", "standard", "--steps", "99999999999999999999"],
+        ["--workload", "standard", "--bound", "99999999999999999999"],
+        ["--workload", "standard", "--lookahead", "99999999999999999999"],
+        ["--workload", "standard", "--seed", "99999999999999999999"],
     ],
 )
 def test_flags_that_cannot_be_are_refused_by_the_parser(
@@ -199,6 +221,14 @@ def test_a_folder_that_is_no_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "is no run's folder" in refused(capsys, "--from-run", tmp_path)
+
+
+def test_the_length_ratio_of_what_is_one_token_long_is_1(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = ["--set", "sampling.max_tokens=1", "--policy", "sync", "--steps", 3]
+    [one] = asked(capsys, config_file, *short)["policies"]
+    assert one["trained_length_ratio"] == 1
 
 
 @pytest.mark.slow

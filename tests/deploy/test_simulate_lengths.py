@@ -26,6 +26,10 @@ EXAMPLES: list[Lengths] = [
     Bimodal(short=100, long=4_000, share_long=0.1),
     Lognormal(mu=6.5, sigma=1.0, most=16_000),
     Lognormal(mu=6.5, sigma=1.4, most=2_000),
+    Lognormal(mu=math.log(1 / 4), sigma=1.0, most=1),
+    Lognormal(mu=math.log(3 / 4), sigma=1.0, most=3),
+    Lognormal(mu=math.log(1500), sigma=1.0, most=6_000),
+    PowerLaw(least=1, alpha=1.2, most=2_000),
     PowerLaw(least=50, alpha=1.5, most=10_000),
     PowerLaw(least=50, alpha=1.0, most=10_000),
     PowerLaw(least=50, alpha=0.5, most=10_000),
@@ -43,6 +47,14 @@ def test_the_mean_is_that_of_the_samples_and_nothing_is_longer_than_the_longest(
     assert drawn.dtype == np.int64
     assert drawn.min() >= 1
     assert drawn.max() == lengths.longest
+
+
+def test_the_mean_is_that_of_whole_lengths_also_where_all_are_short() -> None:
+    """2 from 3/2 on: 1 + P(X > 3/2); for the power law up to 3, 1 + P(X > 3/2) + P(X > 5/2)."""
+    normal = 1 + (1 - math.erf(math.log(1.5) / math.sqrt(2))) / 2
+    assert Lognormal(mu=0.0, sigma=1.0, most=2).mean() == pytest.approx(normal)
+    law = PowerLaw(least=1, alpha=2.0, most=3)
+    assert law.mean() == pytest.approx(1 + 1 / 1.5**2 + 1 / 2.5**2)
 
 
 def test_every_kind_has_an_example() -> None:

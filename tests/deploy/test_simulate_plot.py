@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,21 @@ def test_what_cannot_be_drawn_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--plot: .*(only \.svg is drawn|there is no folder)"):
         plot.check(tmp_path / name)
     plot.check(tmp_path / "a.SVG")
+
+
+def test_a_disk_that_is_full_leaves_what_was_there(tmp_path: Path) -> None:
+    file = tmp_path / "a.svg"
+    drawn(file, ["a"], [policy(1.0, 20.0, bound=1)], [timeline(5.0)])
+    before = file.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            drawn(file, ["b"], [policy(1.0, 20.0, bound=1)], [timeline(5.0)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_ticks_are_round_and_within() -> None:

@@ -153,6 +153,17 @@ def test_the_configured_policy_keeps_its_parameters_and_flags_change_them() -> N
     assert [one.policy.bound for one in (plain, named_again, other, changed)] == [5, 5, 0, 2]
 
 
+def test_a_row_is_named_with_what_it_has_from_the_configuration() -> None:
+    base = Configured(name="deadline", parameters={"bound": 8, "at_deadline": "mask"})
+    spec = "deadline,deadline(bound=5),sync"
+    labels = [one.label for one in subjects(spec, SHAPE, configured=base)]
+    assert labels == [
+        "deadline(bound=8,at_deadline=mask)", "deadline(bound=5,at_deadline=mask)", "sync",
+    ]  # fmt: skip
+    [alone] = subjects(None, SHAPE, configured=base, bound=3)
+    assert (alone.label, alone.parameters["bound"]) == ("deadline(at_deadline=mask)", 3)
+
+
 @pytest.mark.parametrize(
     ("spec", "flags", "says"),
     [
@@ -238,6 +249,19 @@ def test_where_all_waited_in_a_queue_the_throughput_gives_a_token_s_time() -> No
     assert found.token_s == pytest.approx(0.01)
     assert (found.overhead_s, found.per_running_s) == (0, 0)
     assert "throughput of 4 full slots" in found.how
+
+
+def test_how_many_answers_were_measured_is_said_and_where_they_are_few() -> None:
+    """A hundred answers in a queue of four slots; after them, or not, twenty one by one."""
+    alone = 1_000.0 + 10 * np.arange(20)
+    started, ended = np.append(np.zeros(100), alone), np.append(np.full(100, 25.0), alone + 1)
+    tokens = np.full(120, 100.0)
+    few = decode_times(started, ended, tokens, num_slots=4, num_engines=1).how
+    assert few.startswith("20 of 120 answers, those that cannot have queued, 1 of them together")
+    assert "less than 25% of all, so the prediction may be too fast" in few
+    enough = decode_times(alone, alone + 1, tokens[:20], num_slots=4, num_engines=1).how
+    assert enough.startswith("20 of 20 answers")
+    assert "too fast" not in enough
 
 
 def test_what_does_not_vary_is_not_fitted_and_that_is_said() -> None:
@@ -435,6 +459,7 @@ def test_a_run_s_workload_is_what_its_log_says(cluster: Cluster, tmp_path: Path)
     said = "\n".join(source.notes)
     assert "measured: 24 lengths, 3 tokens on average, up to 3; 12 groups" in said
     assert "measured: 500 ms a token" in said
+    assert "what it took to start and to start again is left out" in said
     assert "measured: 9 s a step" in said
     assert "the 1 groups closed at the time cap" in said
 

@@ -268,6 +268,14 @@ def test_engines_are_polled_for_their_load() -> None:
     assert outcome.timeline.slot_use[0] == (0.0, 1.0)
 
 
+def test_the_use_of_slots_is_known_to_the_moment_until_what_is_shown_is_over() -> None:
+    """Both samples of a step take 10 s, training takes 5, of which nothing is a multiple of 4."""
+    times = run(policy("sync"), num_steps=2, num_slots=4).timeline
+    assert times.slot_use == ((0.0, 0.5), (10.0, 0.0), (15.0, 0.5), (25.0, 0.0), (30.0, 0.5))
+    long = run(Greedy(4), num_steps=40).timeline
+    assert long.slot_use[-1][0] <= long.steps[29].train_to
+
+
 # ------------------------------------------------------------------------------------------ tokens
 FIRST_TWO_SLOW = {"cohorts": Cohorts(factor=10.0, num_batches=1)}
 """The first two groups take 100 s, the others 10 s: step 1, of the third and the fourth, ends at

@@ -9,7 +9,7 @@ import pytest
 
 from connectors.records import Coordinate
 from operators.staleness import PRESETS, policy, policy_for
-from operators.staleness.preset import MOST, Count, CountOr, Number, RunShape
+from operators.staleness.preset import MOST_COUNT, MOST_STEPS, Count, CountOr, Number, RunShape
 from operators.staleness.types import Choice
 from tests.operators.policy_run import Run, v
 from trainer.feed_state import fresh
@@ -36,7 +36,9 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("name", "key"), NUMBERS)
-@pytest.mark.parametrize("value", [10**400, 1e308, float("inf"), float("nan"), -1e308])
+@pytest.mark.parametrize(
+    "value", [10**400, 10**30, MOST_COUNT + 1, 1e308, float("inf"), float("nan"), -1e308]
+)
 def test_a_number_that_no_run_comes_near_is_refused_with_the_rule(
     name: str, key: str, value: float
 ) -> None:
@@ -49,14 +51,34 @@ def test_a_number_that_no_run_comes_near_is_refused_with_the_rule(
 @pytest.mark.parametrize(
     ("name", "key"),
     [
-        ("slime", "fully_async_group_prefetch_factor"),
-        ("slime", "sglang_server_concurrency"),
+        ("areal", "max_head_offpolicyness"),
+        ("deadline", "bound"),
+        ("deadline", "lookahead"),
+        ("n-step-off", "n"),
+        ("nemo-in-order", "max_lookahead_versions"),
+        ("openrlhf", "async_queue_size"),
         ("roll", "async_generation_ratio"),
-        ("dressage", "output_queue_size"),
+        ("trl", "max_staleness"),
+        ("verl-drop", "num_warmup_batches"),
+        ("windowed-fifo", "target_offpolicy_steps"),
     ],
 )
-def test_the_largest_number_there_may_be_overflows_nothing(name: str, key: str) -> None:
-    run = Run(policy_for(name, SHAPE, **{key: MOST}), SHAPE.batch_size)
+def test_nobody_is_ten_thousand_steps_ahead(name: str, key: str) -> None:
+    with pytest.raises(ValueError, match=rf"{key} must be .*at most {MOST_STEPS}.*, got 10001$"):
+        policy_for(name, SHAPE, **{key: MOST_STEPS + 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "most"),
+    [
+        ("slime", "fully_async_group_prefetch_factor", MOST_COUNT),
+        ("slime", "sglang_server_concurrency", MOST_COUNT),
+        ("roll", "async_generation_ratio", MOST_STEPS),
+        ("dressage", "output_queue_size", MOST_COUNT),
+    ],
+)
+def test_the_largest_number_there_may_be_overflows_nothing(name: str, key: str, most: int) -> None:
+    run = Run(policy_for(name, SHAPE, **{key: most}), SHAPE.batch_size)
     run.publish(0)
     assert run.credits() > 0
 
