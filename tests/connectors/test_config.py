@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,7 +86,7 @@ def test_a_wrong_key_or_value_is_one_line_that_names_it(
 def test_every_count_has_a_limit_and_an_integer_is_a_number_too(tmp_path: Path) -> None:
     config = load(config_file(tmp_path, MINIMAL + "[staleness]\ntime_cap_s = 900\n"))
     assert config.staleness.time_cap_s == 900.0
-    whole = {"model": {"path": "m"}, "tasks": {"a": {"reward": "r"}}}
+    whole: dict[str, Any] = {"model": {"path": "m"}, "tasks": {"a": {"reward": "r"}}}
     for name, section in Config.model_fields.items():
         for key, field in getattr(section.annotation, "model_fields", {}).items():
             if field.annotation is int and key != "seed":

@@ -152,8 +152,16 @@ def test_the_table_names_each_policy_its_bound_and_what_is_assumed(
             "at most 20000 groups and 1000000 trajectories may be open at once, got 2000000 groups",
         ),
         (
-            ["CONFIG", "--set", "tasks.sums.group_size=65536", "--policy", "slime"],
-            "may be open at once, got 64 groups of 65536 with slime",
+            [
+                "CONFIG",
+                "--policy",
+                "sync",
+                "--set",
+                "tasks.sums.group_size=65536",
+                "--set",
+                "trainer.groups_per_step=20",
+            ],
+            "may be open at once, got 20 groups of 65536 with sync",
         ),
         (["CONFIG", "--policy", "deadline(bound=99999999)"], "bound must be at most 10000, got"),
     ],
