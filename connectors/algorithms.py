@@ -24,9 +24,9 @@ class Number:
 
     def check(self, value: Any) -> str | None:
         """The rule, if `value` breaks it."""
-        known = isinstance(value, int | float) and not isinstance(value, bool)
-        if known and math.isfinite(value) and self.least <= value <= self.most:
-            if not (self.above and value == self.least):
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            low = self.least < value if self.above else self.least <= value
+            if math.isfinite(value) and low and value <= self.most:
                 return None
         rules = []
         if math.isfinite(self.least):
