@@ -248,6 +248,20 @@ class Eval(Section):
     """0 = never."""
     max_prompts: int = Field(128, ge=1)
     max_tokens: int | None = Field(None, ge=1)
+    num_samples: int = Field(1, ge=1)
+    """Of a prompt. One is greedy, more are drawn as `sampling` says."""
+    pass_k: list[Annotated[int, Field(ge=1)]] = []
+    """Report pass@k for each of these, at most `num_samples`."""
+    pass_reward: float = 1.0
+    """A sample with this reward or a higher one passes."""
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> Eval:
+        if (most := max(self.pass_k, default=0)) > self.num_samples:
+            raise ValueError(
+                f"pass_k: pass@{most} needs num_samples of at least {most}, got {self.num_samples}"
+            )
+        return self
 
 
 class Config(Section):
