@@ -10,7 +10,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal, cast
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,49 +48,62 @@ class Flag:
 Parameter = Number | Flag
 
 
+Advantage = Literal[
+    "grpo", "dr-grpo", "grpo-passk", "rloo", "leave-one-out", "maxrl", "opo", "gpg",
+    "reinforce++", "reinforce++-baseline", "spo",
+]  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimator:
     """An advantage estimator.
 
     needs_group  it compares the samples of one prompt and refuses a group of fewer than two
     needs_value  it takes a baseline from outside (`values`), a number a sample
+    per_token    each trained token has a return of its own; else a sample or a turn has one
+    whitens      it normalises over the step's trained tokens and refuses fewer than two
+    least        of a reward; less is refused
     parameters   by keyword, with their defaults
     """
 
-    needs_group: bool = True
+    needs_group: bool = False
     needs_value: bool = False
+    per_token: bool = False
+    whitens: bool = False
+    least: float = -math.inf
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
 
-EPSILON: Final = Number(default=1e-6, least=0.0, above=True)
+_EPSILON: Final = {"epsilon": Number(default=1e-6, least=0.0, above=True)}
 
-ESTIMATORS: Final[Mapping[str, Estimator]] = {
-    "grpo": Estimator(parameters={"epsilon": EPSILON}),
-    "dr-grpo": Estimator(),
-    "grpo-passk": Estimator(parameters={"epsilon": EPSILON, "normalise": Flag(True)}),
-    "rloo": Estimator(),
-    "leave-one-out": Estimator(parameters={"epsilon": EPSILON}),
-    "maxrl": Estimator(parameters={"epsilon": EPSILON}),
+ESTIMATORS: Final[Mapping[Advantage, Estimator]] = {
+    "grpo": Estimator(needs_group=True, parameters=_EPSILON),
+    "dr-grpo": Estimator(needs_group=True),
+    "grpo-passk": Estimator(needs_group=True, parameters={**_EPSILON, "normalise": Flag(True)}),
+    "rloo": Estimator(needs_group=True),
+    "leave-one-out": Estimator(needs_group=True, parameters=_EPSILON),
+    "maxrl": Estimator(needs_group=True, least=0.0, parameters=_EPSILON),
     "opo": Estimator(),
     "gpg": Estimator(parameters={"f_norm": Number(default=1.0, least=0.0, above=True)}),
     "reinforce++": Estimator(
-        needs_group=False, parameters={"gamma": Number(default=1.0, least=0.0, most=1.0)}
+        per_token=True,
+        whitens=True,
+        parameters={"gamma": Number(default=1.0, least=0.0, most=1.0)},
     ),
-    "reinforce++-baseline": Estimator(),
-    "spo": Estimator(needs_group=False, needs_value=True),
+    "reinforce++-baseline": Estimator(whitens=True),
+    "spo": Estimator(needs_value=True),
 }
-"""Advantages, `trainer.advantage`; each one's formula and paper: trainer/estimators.py."""
-
-GROUP_ESTIMATORS: Final = frozenset(name for name, e in ESTIMATORS.items() if e.needs_group)
-"""Advantages that compare the trajectories of one prompt."""
+"""By the name in `trainer.advantage`; each one's formula and paper: trainer/estimators.py."""
 
 
-def check_advantage(name: str, parameters: Mapping[str, Any]) -> None:
-    """ValueError, one line, for an unknown estimator or parameter (with the nearest known one) or a
-    value that breaks its rule (with the rule)."""
-    if name not in ESTIMATORS:
+def estimator(name: str, parameters: Mapping[str, Any]) -> Estimator:
+    """The one of that name, which takes these parameters. ValueError, one line, for an unknown name
+    or parameter (with the nearest known one) or a value that breaks its rule (with the rule)."""
+    found = ESTIMATORS.get(cast(Advantage, name))
+    if found is None:
         raise ValueError(f"unknown advantage {name!r}{nearest(name, ESTIMATORS)}")
-    check_parameters(name, ESTIMATORS[name].parameters, parameters)
+    check_parameters(name, found.parameters, parameters)
+    return found
 
 
 def check_parameters(

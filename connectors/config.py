@@ -8,13 +8,12 @@ import difflib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-GROUP_ESTIMATORS: Final = frozenset({"grpo"})
-"""Advantages that compare the trajectories of one prompt."""
+from connectors.algorithms import Advantage, estimator
 
 
 class ConfigError(ValueError):
@@ -207,7 +206,9 @@ class Trainer(Section):
     groups_per_step: int = Field(8, ge=1)
     learning_rate: float = Field(1e-6, ge=0)
     num_steps: int = Field(100, ge=1)
-    advantage: Literal["grpo"] = "grpo"
+    advantage: Advantage = "grpo"
+    advantage_parameters: dict[str, Any] = {}
+    """Of the advantage, under its own names."""
     loss: Literal["ppo"] = "ppo"
     correction: Literal["tis", "none"] = "tis"
     """`tis`: weight each token by min(exp(prox - behaviour), cap); `none`."""
@@ -298,8 +299,17 @@ class Config(Section):
         for key, (only, value) in self._single_choices().items():
             if value != only:
                 raise ValueError(f"{key}: only {only!r} is available yet, got {value!r}")
+        try:
+            chosen = estimator(self.trainer.advantage, self.trainer.advantage_parameters)
+        except ValueError as error:
+            raise ValueError(f"trainer.advantage_parameters: {error}") from error
+        if chosen.needs_value:
+            raise ValueError(
+                f"trainer.advantage: {self.trainer.advantage} needs a value of each prompt, "
+                "which a run does not track yet"
+            )
         for name, task in self.tasks.items():
-            if self.trainer.advantage in GROUP_ESTIMATORS and task.group_size < 2:
+            if chosen.needs_group and task.group_size < 2:
                 raise ValueError(
                     f"tasks.{name}.group_size: {self.trainer.advantage} compares the trajectories "
                     f"of a group, so it needs at least 2, got {task.group_size}"
