@@ -139,7 +139,7 @@ def untrainable(group: Group, advantage_name: str, vocabulary_size: int) -> str 
     needs = estimator(advantage_name, {})
     if needs.needs_group and len(samples) < 2:
         return f"{advantage_name} needs at least two trajectories a group, got {len(samples)}"
-    if min(samples.values()) < needs.least:
+    if min(samples.values(), default=0.0) < needs.least:
         return f"{advantage_name} needs rewards of at least {needs.least:g}"
     return None
 

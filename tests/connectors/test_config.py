@@ -42,7 +42,7 @@ def config_file(tmp_path: Path, text: str) -> Path:
         ),
         (
             "[trainer]\nadvantage_parameters = {epsilom = 1.0}",
-            "trainer.advantage_parameters: grpo: unknown parameter 'epsilom', did you mean 'epsilon'",
+            "advantage_parameters: grpo: unknown parameter 'epsilom', did you mean 'epsilon'?",
         ),
         (
             "[trainer]\nadvantage = 'gpg'\nadvantage_parameters = {f_norm = 0}",
