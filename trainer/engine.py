@@ -50,9 +50,10 @@ from torch._C._distributed_c10d import HashStore
 from connectors import config as configuration
 from connectors import weights
 from connectors.weights.layout import Digester
+from trainer.aggregation import row_weights
 from trainer.batches import MicroBatch, Rows, check_assignment, collate
 from trainer.logprobs import PolicyModel
-from trainer.losses import policy_loss, units
+from trainer.losses import policy_loss
 from trainer.state_copy import StateCopy
 from trainer.step_metrics import Tally, row_metrics
 
@@ -137,13 +138,13 @@ class TrainingEngine:
         settings = trainer or self._trainer
         self._set_optimizer(settings)
         torch.manual_seed(seed)
-        num_tokens = sum(units(mask) for mask in rows.masks)
-        if num_tokens == 0:
+        if rows.num_trained == 0:
             return self._skipped(rows, "no_tokens")
+        weights_N = row_weights(rows.masks)
         tally = Tally()
         for indices in micro_batches:
             batch = collate(rows, indices, advantages).to(self._device)
-            loss = self._forward(batch, num_tokens, tally, settings)
+            loss = self._forward(batch, weights_N[list(indices)], tally, settings)
             started = time.perf_counter()
             self._engine.backward(loss)
             tally.seconds["update"] += time.perf_counter() - started
@@ -165,12 +166,14 @@ class TrainingEngine:
     def _forward(
         self,
         batch: MicroBatch,
-        num_tokens: float,
+        weights_B: NDArray[np.float64],
         tally: Tally,
         settings: configuration.Trainer,
     ) -> Tensor:
         started = time.perf_counter()
-        logprobs_BT, entropy_N = self._engine(batch.tokens_BT, batch.position_ids_BT, batch.mask_BT)
+        logprobs_BT, entropy_BT = self._engine(
+            batch.tokens_BT, batch.position_ids_BT, batch.mask_BT
+        )
         loss: Tensor
         loss, metrics = policy_loss(
             settings.loss,
@@ -181,12 +184,13 @@ class TrainingEngine:
             batch.mask_BT,
             correction=settings.correction,
             correction_cap=settings.correction_cap,
-            denominator=num_tokens,
+            row_weights=weights_B,
+            entropy=entropy_BT,
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
         )
         gap_N = (logprobs_BT.detach() - batch.behaviour_logprobs_BT)[batch.mask_BT]
-        tally.add(float(loss.item()), metrics, gap_N, entropy_N)
+        tally.add(float(loss.item()), metrics, gap_N)
         tally.seconds["logprobs"] += time.perf_counter() - started
         return loss
 
