@@ -10,7 +10,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ class Estimator:
 
 _EPSILON: Final = {"epsilon": Number(default=1e-6, least=0.0, above=True)}
 
-ESTIMATORS: Final[Mapping[Advantage, Estimator]] = {
+ESTIMATORS: Final[Mapping[str, Estimator]] = {
     "grpo": Estimator(needs_group=True, parameters=_EPSILON),
     "dr-grpo": Estimator(needs_group=True),
     "grpo-passk": Estimator(needs_group=True, parameters={**_EPSILON, "normalise": Flag(True)}),
@@ -99,7 +99,7 @@ ESTIMATORS: Final[Mapping[Advantage, Estimator]] = {
 def estimator(name: str, parameters: Mapping[str, Any]) -> Estimator:
     """The one of that name, which takes these parameters. ValueError, one line, for an unknown name
     or parameter (with the nearest known one) or a value that breaks its rule (with the rule)."""
-    found = ESTIMATORS.get(cast(Advantage, name))
+    found = ESTIMATORS.get(name)
     if found is None:
         raise ValueError(f"unknown advantage {name!r}{nearest(name, ESTIMATORS)}")
     check_parameters(name, found.parameters, parameters)
