@@ -186,8 +186,7 @@ class TrainingEngine:
             correction_cap=settings.correction_cap,
             row_weights=weights_B,
             entropy=entropy_BT,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
+            **_loss_parameters(settings),
         )
         gap_N = (logprobs_BT.detach() - batch.behaviour_logprobs_BT)[batch.mask_BT]
         tally.add(float(loss.item()), metrics, gap_N)
@@ -353,6 +352,12 @@ def _check_settings(trainer: configuration.Trainer) -> None:
         raise configuration.ConfigError(
             f"trainer.num_gpus: a rank trains on one GPU, got {trainer.num_gpus:g}"
         )
+
+
+def _loss_parameters(trainer: configuration.Trainer) -> dict[str, float]:
+    if trainer.loss == "ppo":
+        return {"clip_low": trainer.clip_low, "clip_high": trainer.clip_high}
+    return {}
 
 
 def _load_model(path: Path, dtype: torch.dtype) -> Any:
