@@ -354,7 +354,7 @@ def _check_settings(trainer: configuration.Trainer) -> None:
         )
 
 
-def _loss_parameters(trainer: configuration.Trainer) -> dict[str, float]:
+def _loss_parameters(trainer: configuration.Trainer) -> dict[str, Any]:
     if trainer.loss == "ppo":
         return {"clip_low": trainer.clip_low, "clip_high": trainer.clip_high}
     return {}
