@@ -78,14 +78,13 @@ def leave_one_out(units: Units, *, epsilon: float = 1e-6) -> Floats:
     of two) the difference stays unscaled. A group of one is refused."""
 
     def against_others(values: Floats) -> Floats:
-        result = np.zeros_like(values)
-        for i, value in enumerate(values):
-            others = np.delete(values, i)
-            if others.min() == others.max():
-                result[i] = value - others[0]
-            else:
-                result[i] = (value - others.mean()) / (others.std(ddof=1) + epsilon)
-        return result
+        num = len(values)
+        others = np.tile(values, (num, 1))[~np.eye(num, dtype=bool)].reshape(num, num - 1)
+        if num == 2:
+            return values - others[:, 0]
+        differ = others.min(1) < others.max(1)
+        mean = np.where(differ, others.mean(1), others[:, 0])
+        return (values - mean) / np.where(differ, others.std(1, ddof=1) + epsilon, 1.0)
 
     return _within(units, against_others)
 

@@ -82,33 +82,30 @@ def of_turns(
         lost = np.flatnonzero(mask & (of < 0))
         if len(lost):
             raise ValueError(f"token {lost[0]} of {rows.label(row)} is trained but has no turn")
-    keys = sorted(
-        {(s, int(k)) for s, of in zip(sample_of_row, turns, strict=True) for k in of if k >= 0}
-    )
-    index = {key: unit for unit, key in enumerate(keys)}
-    unit_of_token = [
-        np.array([index.get((s, k), -1) for k in of.tolist()], np.int64)
-        for s, of in zip(sample_of_row.tolist(), turns, strict=True)
-    ]
-    earned, num_tokens = np.zeros(len(keys)), np.zeros(len(keys), np.int64)
-    for unit, mask in zip(unit_of_token, rows.masks, strict=True):
-        np.add.at(num_tokens, unit[mask], 1)
-    for unit, parts in zip(unit_of_token, _parts(rows, token_rewards), strict=True):
-        np.add.at(earned, unit[unit >= 0], parts[unit >= 0])
-    values = np.zeros(len(keys))
-    sample_of_unit = np.array([s for s, _ in keys], np.int64)
-    for sample, row in enumerate(first):
-        mine = np.flatnonzero(sample_of_unit == sample)
-        if len(mine):
-            values[mine] = _returns(earned[mine], float(rows.rewards[row]), discount)
+    lengths = [len(mask) for mask in rows.masks]
+    turn: Ints = np.concatenate([np.zeros(0, np.int64), *turns])
+    trained: Bools = np.concatenate([np.zeros(0, np.bool_), *rows.masks])
+    parts: Floats = np.concatenate([np.zeros(0), *_parts(rows, token_rewards)])
+    span = int(turn.max(initial=0)) + 1
+    keys = np.repeat(sample_of_row, lengths) * span + turn
+    unit = np.full(len(turn), -1, np.int64)
+    known, unit[turn >= 0] = np.unique(keys[turn >= 0], return_inverse=True)
+    sample_of_unit = known // span
+    num = len(known)
+    values = np.zeros(num)
+    np.add.at(values, unit[turn >= 0], parts[turn >= 0])
+    for of_sample in np.split(np.arange(num), np.flatnonzero(np.diff(sample_of_unit)) + 1):
+        if len(of_sample):
+            reward = float(rows.rewards[first[sample_of_unit[of_sample[0]]]])
+            values[of_sample] = _returns(values[of_sample], reward, discount)
     units = Units(
         values=values,
         groups=rows.groups[first][sample_of_unit],
-        num_tokens=num_tokens,
+        num_tokens=np.bincount(unit[trained], minlength=num),
         baselines=rows.values[first][sample_of_unit],
     )
-    masked = [np.where(m, u, -1) for m, u in zip(rows.masks, unit_of_token, strict=True)]
-    return units, masked
+    unit[~trained] = -1
+    return units, np.split(unit, np.cumsum(lengths))[:-1]
 
 
 def of_tokens(

@@ -238,6 +238,13 @@ def test_one_turn_a_sample_and_no_discount_is_as_without_turns() -> None:
         )
 
 
+def test_no_rows_have_no_advantages() -> None:
+    none = np.zeros(0)
+    assert advantage("gpg", none, none, []) == []
+    assert advantage("gpg", none, none, [], turns=[]) == []
+    assert advantage("grpo", none, none, np.zeros((0, 3))).shape == (0, 3)
+
+
 def test_token_returns_skip_what_is_masked_and_carry_what_was_earned_on_the_way() -> None:
     # Rewards 1 at token 1, 8 at the masked token 2 (so at the end), 2 left of 11: trained tokens
     # earn 1, 10 and return 1 + 10/2 and 10. Row 1: 0 and 0.
