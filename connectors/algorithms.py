@@ -45,7 +45,17 @@ class Flag:
         return None if isinstance(value, bool) else "must be true or false"
 
 
-Parameter = Number | Flag
+@dataclass(frozen=True, slots=True)
+class Choice:
+    default: str
+    known: tuple[str, ...]
+
+    def check(self, value: Any) -> str | None:
+        """The rule, if `value` breaks it."""
+        return None if value in self.known else f"must be one of {', '.join(self.known)}"
+
+
+Parameter = Number | Flag | Choice
 
 
 Advantage = Literal[
@@ -104,6 +114,85 @@ def estimator(name: str, parameters: Mapping[str, Any]) -> Estimator:
         raise ValueError(f"unknown advantage {name!r}{nearest(name, ESTIMATORS)}")
     check_parameters(name, found.parameters, parameters)
     return found
+
+
+Loss = Literal["ppo", "gspo", "cispo", "dppo", "reinforce", "imitation"]
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-norm", "prompt-mean"
+]
+Level = Literal["token", "sequence", "geometric"]
+Correction = Literal["none", "tis", "icepop", "mis"]
+Rejection = Literal["none", "k1", "k2", "k3"]
+Proximal = Literal["recompute", "reuse", "loglinear", "behaviour"]
+KL = Literal["k1", "k2", "k3", "low-variance"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyLoss:
+    """A policy loss.
+
+    reads_proximal  it measures from the proximal policy; else only the correction does
+    corrected       it takes a correction and a rejection
+    parameters      by keyword, with their defaults
+    """
+
+    reads_proximal: bool = True
+    corrected: bool = True
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+
+
+def _clip(low: float, high: float) -> dict[str, Parameter]:
+    return {
+        "clip_low": Number(default=low, least=0.0, most=1.0, above=True),
+        "clip_high": Number(default=high, least=0.0, above=True),
+    }
+
+
+LOSSES: Final[Mapping[str, PolicyLoss]] = {
+    "ppo": PolicyLoss(
+        parameters={**_clip(0.2, 0.2), "dual_clip": Number(default=math.inf, least=1.0, above=True)}
+    ),
+    "gspo": PolicyLoss(parameters=_clip(3e-4, 4e-4)),
+    "cispo": PolicyLoss(parameters=_clip(1.0, 4.0)),
+    "dppo": PolicyLoss(
+        parameters={
+            "divergence": Choice("tv", ("tv", "kl")),
+            "limit_low": Number(default=0.2, least=0.0, above=True),
+            "limit_high": Number(default=0.2, least=0.0, above=True),
+            "ratio_cap": Number(default=20.0, least=1.0),
+        }
+    ),
+    "reinforce": PolicyLoss(reads_proximal=False),
+    "imitation": PolicyLoss(reads_proximal=False, corrected=False),
+}
+"""By the name in `trainer.loss`; each one's formula and paper: trainer/surrogates.py."""
+
+
+def policy_loss(name: str, parameters: Mapping[str, Any]) -> PolicyLoss:
+    """As `estimator`."""
+    found = LOSSES.get(name)
+    if found is None:
+        raise ValueError(f"unknown loss {name!r}{nearest(name, LOSSES)}")
+    check_parameters(name, found.parameters, parameters)
+    return found
+
+
+def needs_behaviour(
+    *,
+    loss: str,
+    proximal: str = "reuse",
+    correction: str = "tis",
+    rejection: str = "none",
+) -> str | None:
+    """What reads the log-probs of the policy that sampled, or None: then text nobody sampled can be
+    trained on."""
+    if correction != "none":
+        return f"correction {correction!r}"
+    if rejection != "none":
+        return f"rejection {rejection!r}"
+    if proximal in ("behaviour", "loglinear") and LOSSES[loss].reads_proximal:
+        return f"proximal policy {proximal!r} of loss {loss!r}"
+    return None
 
 
 def check_parameters(

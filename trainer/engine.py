@@ -131,16 +131,21 @@ class TrainingEngine:
         (`batches.assign`); `advantages` holds one [T_i] array a row. `seed` is set before the first
         forward. `trainer`: the settings of this step, None for those the engine was made with.
 
-        The loss is the mean over all trained tokens of the step, however it is cut. ValueError when
-        micro-batches do not cover the trained rows exactly once, or a value cannot be trained
-        on."""
+        The loss is that of the whole step, however it is cut. ValueError when micro-batches do not
+        cover the trained rows exactly once, or a value cannot be trained on."""
         check_assignment(rows, micro_batches)
         settings = trainer or self._trainer
         self._set_optimizer(settings)
         torch.manual_seed(seed)
         if rows.num_trained == 0:
             return self._skipped(rows, "no_tokens")
-        weights_N = row_weights(rows.masks)
+        weights_N = row_weights(
+            rows.masks,
+            settings.aggregation,
+            groups=rows.groups,
+            samples=rows.samples,
+            constant=settings.aggregation_constant,
+        )
         tally = Tally()
         for indices in micro_batches:
             batch = collate(rows, indices, advantages).to(self._device)
@@ -172,7 +177,10 @@ class TrainingEngine:
     ) -> Tensor:
         started = time.perf_counter()
         logprobs_BT, entropy_BT = self._engine(
-            batch.tokens_BT, batch.position_ids_BT, batch.mask_BT
+            batch.tokens_BT,
+            batch.position_ids_BT,
+            batch.mask_BT,
+            settings.entropy_coefficient > 0,
         )
         loss: Tensor
         loss, metrics = policy_loss(
@@ -182,11 +190,18 @@ class TrainingEngine:
             batch.behaviour_logprobs_BT,
             batch.advantages_BT,
             batch.mask_BT,
-            correction=settings.correction,
-            correction_cap=settings.correction_cap,
             row_weights=weights_B,
+            correction=settings.correction,
+            correction_level=settings.correction_level,
+            correction_low=settings.correction_low,
+            correction_cap=settings.correction_cap,
+            rejection=settings.rejection,
+            rejection_level=settings.rejection_level,
+            rejection_low=settings.rejection_low,
+            rejection_high=settings.rejection_high,
             entropy=entropy_BT,
-            **_loss_parameters(settings),
+            entropy_coefficient=settings.entropy_coefficient,
+            **settings.loss_parameters,
         )
         gap_N = (logprobs_BT.detach() - batch.behaviour_logprobs_BT)[batch.mask_BT]
         tally.add(float(loss.item()), metrics, gap_N)
@@ -352,12 +367,6 @@ def _check_settings(trainer: configuration.Trainer) -> None:
         raise configuration.ConfigError(
             f"trainer.num_gpus: a rank trains on one GPU, got {trainer.num_gpus:g}"
         )
-
-
-def _loss_parameters(trainer: configuration.Trainer) -> dict[str, Any]:
-    if trainer.loss == "ppo":
-        return {"clip_low": trainer.clip_low, "clip_high": trainer.clip_high}
-    return {}
 
 
 def _load_model(path: Path, dtype: torch.dtype) -> Any:

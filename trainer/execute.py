@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -22,11 +22,13 @@ from trainer.engine import TrainingEngine
 from trainer.overdue import Weights, counts, row_weights
 
 SETTINGS: Final = (
-    "advantage", "advantage_parameters", "loss", "correction", "correction_cap",
-    "clip_low", "clip_high", "learning_rate", "weight_decay", "max_grad_norm",
+    "advantage", "advantage_parameters", "loss", "loss_parameters", "aggregation",
+    "aggregation_constant", "correction", "correction_level", "correction_low", "correction_cap",
+    "rejection", "rejection_level", "rejection_low", "rejection_high", "entropy_coefficient",
+    "learning_rate", "weight_decay", "max_grad_norm",
 )  # fmt: skip
 """Keys of `[trainer]` that a step's weights depend on; recorded in its manifest."""
-_TABLES: Final = ("advantage_parameters",)
+_TABLES: Final = ("advantage_parameters", "loss_parameters")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,10 +86,11 @@ def execute(
     over age; each one's loss is multiplied by its own, what has 0 is as if it were no token of the
     policy's."""
     weights = weights or {}
-    rows = batches.flatten(groups, weights)
+    samples = np.array([_sample(t) for t in _rows(groups)], np.int64)
+    rows = replace(batches.flatten(groups, weights), samples=samples)
     if micro_batches is None:
         micro_batches = batches.assign(rows, trainer.max_tokens_per_microbatch)
-    advantages = _advantages(rows, groups, trainer)
+    advantages = _advantages(rows, trainer)
     if any(weights.values()):  # a policy gradient's loss is proportional to the advantage
         advantages = [
             a * row_weights(t, weights) for a, t in zip(advantages, _rows(groups), strict=True)
@@ -102,9 +105,7 @@ def execute(
     )
 
 
-def _advantages(
-    rows: batches.Rows, groups: Sequence[Group], trainer: Trainer
-) -> list[NDArray[np.float64]]:
+def _advantages(rows: batches.Rows, trainer: Trainer) -> list[NDArray[np.float64]]:
     if rows.num_trained == 0:  # the engine skips such a step
         return [np.zeros(len(mask)) for mask in rows.masks]
     found: list[NDArray[np.float64]] = advantage(
@@ -112,7 +113,7 @@ def _advantages(
         rewards=rows.rewards,
         groups=rows.groups,
         mask=rows.masks,
-        samples=np.array([_sample(t) for t in _rows(groups)], np.int64),
+        samples=rows.samples,
         row_names=rows.ids,
         **trainer.advantage_parameters,
     )

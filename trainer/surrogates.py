@@ -9,6 +9,7 @@ A log-ratio is clamped to +-MAX_LOG_RATIO before exp; where the clamp bites a ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -41,11 +42,11 @@ def ppo(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    dual_clip: float | None = None,
+    dual_clip: float = math.inf,
 ) -> Surrogate:
     """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(current - prox)
-    (arXiv:1707.06347; clip_high > clip_low as in DAPO, arXiv:2503.14476). With `dual_clip` (above
-    1), at most -A dual_clip where A < 0 (arXiv:1912.09729)."""
+    (arXiv:1707.06347; clip_high > clip_low as in DAPO, arXiv:2503.14476). Where A < 0, at most
+    -A dual_clip (above 1; arXiv:1912.09729)."""
     log_ratio = logprobs - prox_logprobs
     return _clipped(log_ratio, advantages, clip_low, clip_high, dual_clip)
 
@@ -68,7 +69,7 @@ def gspo(
     log_ratio = logprobs - prox_logprobs
     of_row = over_row(log_ratio.detach(), trained, mean=True)
     # current - current: 0 in value, the gradient of this token.
-    return _clipped(of_row + (logprobs - logprobs.detach()), advantages, clip_low, clip_high, None)
+    return _clipped(of_row + (logprobs - logprobs.detach()), advantages, clip_low, clip_high)
 
 
 def cispo(
@@ -175,15 +176,18 @@ def over_row(values: Tensor, trained: Tensor, *, mean: bool) -> Tensor:
 
 
 def _clipped(
-    log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float | None
+    log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float = math.inf
 ) -> Surrogate:
     ratio, clamped = _ratio(log_ratio)
     plain, held = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
-    losses, clipped = torch.maximum(plain, held), held > plain
-    if dual_clip is not None:
-        most = torch.where(advantages < 0, -advantages * dual_clip, torch.inf)
-        losses, clipped = torch.minimum(losses, most), clipped | (losses > most)
-    return Surrogate(losses=losses, ratio=ratio, clipped=clipped, clamped=clamped)
+    losses = torch.maximum(plain, held)
+    most = torch.where(advantages < 0, -advantages * dual_clip, torch.inf)
+    return Surrogate(
+        losses=torch.minimum(losses, most),
+        ratio=ratio,
+        clipped=(held > plain) | (losses > most),
+        clamped=clamped,
+    )
 
 
 def _ratio(log_ratio: Tensor) -> tuple[Tensor, Tensor]:

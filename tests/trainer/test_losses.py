@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import Any
+import re
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,12 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from connectors import algorithms
+from connectors.config import Trainer
 from tests.trainer import loss_reference as reference
 from tests.trainer.loss_reference import sample
-from trainer.corrections import CORRECTIONS, LEVELS, REJECTIONS
+from trainer.aggregation import AGGREGATIONS
+from trainer.corrections import CORRECTIONS, LEVELS, PROXIMALS, REJECTIONS, proximal
 from trainer.losses import policy_loss
 from trainer.regularisers import KLS
-from trainer.surrogates import LOSSES
+from trainer.surrogates import DIVERGENCES, LOSSES
 
 NAN = float("nan")
 OPTIONS: list[dict[str, Any]] = [
@@ -460,7 +464,105 @@ def test_what_cannot_be_is_refused_with_what_can(
         policy_loss(name, **sample(0), **options)
 
 
-def test_every_loss_takes_its_parameters_by_keyword_with_defaults() -> None:
-    for function in LOSSES.values():
+# ---------------------------------------------------------------------- the torch-free declaration
+def test_the_table_of_losses_declares_what_the_functions_take() -> None:
+    assert algorithms.LOSSES.keys() == LOSSES.keys()
+    for name, function in LOSSES.items():
         own = list(inspect.signature(function).parameters.values())[4:]
-        assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in own)
+        assert all(p.kind is p.KEYWORD_ONLY for p in own)
+        declared = {key: p.default for key, p in algorithms.LOSSES[name].parameters.items()}
+        assert {p.name: p.default for p in own} == declared, name
+    for kinds, known in (
+        (algorithms.Aggregation, AGGREGATIONS),
+        (algorithms.Correction, CORRECTIONS),
+        (algorithms.Rejection, REJECTIONS),
+        (algorithms.Level, LEVELS),
+        (algorithms.Proximal, PROXIMALS),
+        (algorithms.KL, KLS),
+    ):
+        assert set(get_args(kinds)) == set(known)
+    assert algorithms.LOSSES["dppo"].parameters["divergence"].known == tuple(DIVERGENCES)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("kind", PROXIMALS)
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("rejection", ["none", "k2"])
+def test_needs_behaviour_says_whether_a_loss_without_them_is_finite(
+    name: str, kind: str, correction: str, rejection: str
+) -> None:
+    if name == "imitation" and (correction, rejection) != ("none", "none"):
+        return
+    inputs = tensors(sample(8))
+    inputs["behaviour_logprobs"][:] = NAN
+    inputs["prox_logprobs"] = proximal(
+        kind, inputs["logprobs"], inputs["behaviour_logprobs"], recomputed=inputs["prox_logprobs"],
+        token_versions=torch.zeros(5, 9), version=3,
+    )  # fmt: skip
+    needed = algorithms.needs_behaviour(
+        loss=name, proximal=kind, correction=correction, rejection=rejection
+    )
+    try:
+        loss, _ = policy_loss(name, **inputs, correction=correction, rejection=rejection)
+        found = bool(torch.isfinite(loss))
+    except ValueError:
+        found = False
+    assert found == (needed is None)
+
+
+def test_needs_behaviour_names_what_reads_them() -> None:
+    assert algorithms.needs_behaviour(loss="ppo") == "correction 'tis'"
+    assert (
+        algorithms.needs_behaviour(loss="ppo", correction="none", rejection="k3")
+        == "rejection 'k3'"
+    )
+    assert (
+        algorithms.needs_behaviour(loss="gspo", correction="none", proximal="behaviour")
+        == "proximal policy 'behaviour' of loss 'gspo'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("gspoo", {}, "unknown loss 'gspoo', did you mean 'gspo'?"),
+        ("ppo", {"clip_hi": 0.3}, "ppo: unknown parameter 'clip_hi', did you mean 'clip_high'?"),
+        ("ppo", {"clip_low": 1.5}, "clip_low must be a finite number above 0 and at most 1"),
+        ("ppo", {"dual_clip": 1}, "dual_clip must be a finite number above 1, got 1"),
+        ("dppo", {"divergence": "js"}, "divergence must be one of tv, kl, got 'js'"),
+        ("reinforce", {"clip_low": 0.2}, "unknown parameter 'clip_low': it takes none"),
+    ],
+)
+def test_a_wrong_parameter_is_answered_with_the_rule(
+    name: str, parameters: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        algorithms.policy_loss(name, parameters)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"loss_parameters": {"clip": 0.1}}, "loss_parameters: ppo: unknown parameter 'clip'"),
+        ({"loss": "imitation"}, "correction: imitation takes only 'none', got 'tis'"),
+        (
+            {"loss": "imitation", "correction": "none", "rejection": "k1"},
+            "rejection: imitation takes only 'none', got 'k1'",
+        ),
+        (
+            {"correction": "mis", "correction_low": 3.0},
+            "correction_low: must be at most correction_cap (2.0), got 3.0",
+        ),
+        (
+            {"rejection": "k1", "rejection_high": 0.1},
+            "rejection_low: must be at most rejection_high (0.1), got 0.5",
+        ),
+        ({"loss": "imitation", "correction": "none"}, None),
+        ({"correction_cap": 0.1, "rejection": "k3", "rejection_high": 0.1}, None),
+    ],
+)
+def test_the_configuration_says_what_does_not_go_together(
+    trainer: dict[str, Any], message: str | None
+) -> None:
+    found = Trainer(**trainer).problem()
+    assert found == message if message is None else found and message in found
