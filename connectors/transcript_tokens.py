@@ -1,11 +1,11 @@
 """A transcript as ids and the mask of what its assistant wrote, exactly as a rollout has them.
 
-The rendered conversation is cut where the assistant's spans begin and end and each piece is encoded
-by itself: a rollout encodes its prompt, samples, and encodes what comes next, so no token lies
-across such a border there, and none does here. Spans are those the template marks
-({% generation %}); in other templates the rest that the conversation up to a turn has beyond the
-conversation before it with its generation prompt. A template that writes earlier turns anew once
-later ones follow has no such rest: its transcripts are refused.
+A rollout encodes its prompt, samples, and encodes what comes next: no token lies across the border
+of a turn. So the rendered conversation is cut there and each piece encoded by itself. The turns are
+what the template marks ({% generation %}); in other templates, what the conversation up to a turn
+has beyond the one before it with its generation prompt. Where a template writes earlier turns anew
+once more follows (drops their thoughts, say), the conversation forks as a rollout's does: the later
+turn gets a sequence of its own.
 """
 
 from __future__ import annotations
@@ -22,71 +22,77 @@ from connectors.transcripts import BadTranscript, Transcript
 Ids = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 Span = tuple[int, int]
+Rendered = tuple[str, list[Span]]
+"""Text of a conversation, and the spans in it that are learnt."""
 
 
-def tokenise(text: Text, transcript: Transcript) -> tuple[Ids, Mask]:
-    """Ids [T] and what is learnt of them, bool [T]: the assistant's turns, each up to the id that
-    ends it. Turns of `weight` 0, and one that nothing stands before, are not learnt. BadTranscript
-    otherwise."""
+def tokenise(text: Text, transcript: Transcript) -> list[tuple[Ids, Mask]]:
+    """Sequences of ids [T] and what is learnt of them, bool [T]: the assistant's turns, each up to
+    the id that ends it. Turns of `weight` 0, and one that nothing stands before, are not learnt.
+    BadTranscript when nothing is."""
     try:
-        whole, spans = _spans(text, transcript)
+        rendered = _rendered(text, transcript)
     except TextError as error:
         raise BadTranscript("template_refuses", str(error)) from error
-    _check_tools(transcript, whole, spans)
-    pieces: list[tuple[str, bool]] = []
-    at = 0
-    for start, end in spans:
-        pieces += [(whole[at:start], False), (whole[start:end], True)]
-        at = end
-    pieces.append((whole[at:], False))
+    _check_tools(transcript, rendered)
+    found = [_encoded(text, whole, spans) for whole, spans in rendered]
+    found = [(ids, mask) for ids, mask in found if mask.any()]
+    if not found:
+        raise BadTranscript("nothing_to_learn", "no turn of the assistant has tokens to learn")
+    return found
+
+
+def _rendered(text: Text, transcript: Transcript) -> list[Rendered]:
+    messages, tools = transcript.messages, transcript.tools
+    written = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+    learnt = [k for k in written if messages[k].get("weight") != 0]
+    marked = text.marked(messages, tools) if learnt == written else None
+    if marked is not None:
+        return [marked]
+    found: list[Rendered] = []
+    for k in learnt:
+        if k == 0:
+            continue
+        before = text.render(messages[:k], tools, generation_prompt=True)
+        after = text.render(messages[: k + 1], tools, generation_prompt=False)
+        if not after.startswith(before):
+            raise BadTranscript(
+                "template_unclear",
+                f"the chat template writes message {k} otherwise than its generation prompt begins",
+            )
+        span = (len(before), len(after))
+        if found and before.startswith(found[-1][0]):
+            found[-1] = (after, [*found[-1][1], span])
+        else:
+            found.append((after, [span]))
+    return found
+
+
+def _encoded(text: Text, whole: str, spans: Sequence[Span]) -> tuple[Ids, Mask]:
+    """Up to the end of the last span."""
     ids: list[int] = []
     learnt: list[bool] = []
-    for piece, is_written in pieces:
-        found = text.encode(piece) if piece else []
-        ids += found
-        stop = _until_stop(found, text.stop_ids) if is_written else 0
-        learnt += [True] * stop + [False] * (len(found) - stop)
-    if text.decode(ids, special=True) != text.decode(text.encode(whole), special=True):
+    at = 0
+    for start, end in spans:
+        context, turn = text.encode(whole[at:start]), text.encode(whole[start:end])
+        stop = _until_stop(turn, text.stop_ids)
+        ids += context + turn
+        learnt += [False] * len(context) + [True] * stop + [False] * (len(turn) - stop)
+        at = end
+    if text.decode(ids, special=True) != text.decode(text.encode(whole[:at]), special=True):
         raise BadTranscript(
             "tokens_differ", "the tokenizer writes other text for the pieces of a conversation"
         )
     mask = np.array(learnt, np.bool_)
     mask[:1] = False  # nothing predicts it
-    if not mask.any():
-        raise BadTranscript("nothing_to_learn", "no turn of the assistant has tokens to learn")
     return np.array(ids, np.int32), mask
 
 
-def _spans(text: Text, transcript: Transcript) -> tuple[str, list[Span]]:
-    """The rendered conversation, and the spans in it that are learnt."""
-    messages, tools = transcript.messages, transcript.tools
-    whole = text.render(messages, tools, generation_prompt=False)
-    written = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
-    learnt = [k for k in written if messages[k].get("weight") != 0]
-    marked = text.marked(messages, tools) if learnt == written else None
-    if marked is not None:
-        return marked
-    return whole, [_rest(text, transcript, k, whole) for k in learnt if k > 0]
-
-
-def _rest(text: Text, transcript: Transcript, k: int, whole: str) -> Span:
-    messages, tools = transcript.messages, transcript.tools
-    before = text.render(messages[:k], tools, generation_prompt=True)
-    after = text.render(messages[: k + 1], tools, generation_prompt=False)
-    if not (after.startswith(before) and whole.startswith(after)):
-        raise BadTranscript(
-            "template_rewrites",
-            f"the chat template writes the conversation up to message {k} otherwise once more "
-            "follows, or not as its generation prompt begins: what the model is to say there "
-            "is not clear",
-        )
-    return len(before), len(after)
-
-
-def _check_tools(transcript: Transcript, whole: str, spans: Sequence[Span]) -> None:
+def _check_tools(transcript: Transcript, rendered: Sequence[Rendered]) -> None:
     """A template that knows no tools writes nothing of them and says nothing: the model would
     learn to answer with nothing."""
-    written = "".join(whole[start:end] for start, end in spans)
+    whole = "".join(text for text, _ in rendered)
+    written = "".join(text[start:end] for text, spans in rendered for start, end in spans)
     calls = [
         call["function"]["name"]
         for message in transcript.messages

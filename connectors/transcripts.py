@@ -28,7 +28,7 @@ FORMATS: Final[tuple[Format, ...]] = ("auto", "messages", "sharegpt")
 
 REASONS: Final = (
     "not_json", "not_chat", "bad_message", "nothing_to_learn", "template_refuses",
-    "template_rewrites", "template_drops_tools", "tokens_differ", "too_long",
+    "template_unclear", "template_drops_tools", "tokens_differ", "too_long",
 )  # fmt: skip
 """Why a row is not learnt from (`BadTranscript.reason`)."""
 

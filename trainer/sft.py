@@ -1,7 +1,7 @@
 """Warm start: supervised fine-tuning on chat transcripts, by the same engine that a run trains by.
 
-    file ─▶ transcripts ─▶ ids and masks ─▶ batches of rows, shuffled each epoch ─▶ engine.step
-                 └─▶ skipped, by reason                        model folder ◀─ written whole ◀─┘
+    file ─▶ transcripts ─▶ ids and masks ─▶ batches, shuffled each epoch ─▶ engine.step
+                 └─▶ skipped, by reason                model folder ◀─ written whole ◀─┘
 
 The loss is the mean negative log-likelihood of the assistant's tokens of a step (`imitation` with
 advantage 1), which knows no sampling policy and takes no correction.
@@ -38,7 +38,7 @@ WARM_UP: Final = 0.03
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """`batch_size` rows a step. `learning_rate` is the highest, see `rate`."""
+    """`batch_size` sequences a step. `learning_rate` is the highest, see `rate`."""
 
     epochs: int = 1
     learning_rate: float = 1e-5
@@ -50,9 +50,10 @@ class Recipe:
 
 @dataclass(slots=True)
 class Lessons:
-    """What a file teaches: rows of ids and of which are learnt; what was left out, by reason, the
-    first ones explained."""
+    """What a file teaches: sequences of ids and which of them are learnt, each named by its row, of
+    which there are `num_rows`; rows that were left out, by reason, the first ones explained."""
 
+    num_rows: int = 0
     names: list[str] = field(default_factory=list)
     tokens: list[Ids] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
@@ -98,26 +99,34 @@ def read_lessons(
     truncate: bool = False,
 ) -> Lessons:
     """The rows of `file` under the chat template of `model`. A row of more than `max_tokens` ids is
-    left out, or cut there with `truncate`. ConfigError when the file cannot be read, nothing in it
-    can be learnt from, or the model has fewer positions."""
+    left out, or cut there with `truncate` if that leaves something to learn. ConfigError when the
+    file cannot be read, nothing in it can be learnt from, or the model has fewer positions."""
     text, limit = Text(model), _limit(model, max_tokens)
     lessons = Lessons()
     for where, found in read_transcripts(file, form):
         try:
             if isinstance(found, BadTranscript):
                 raise found
-            tokens, mask = tokenise(text, found)
-            if len(tokens) > limit and not (truncate and mask[:limit].any()):
-                raise BadTranscript("too_long", f"it has {len(tokens)} tokens, over {limit}")
+            sequences = [
+                _cut(tokens, mask, limit, truncate) for tokens, mask in tokenise(text, found)
+            ]
         except BadTranscript as bad:
             lessons.skip(where, bad)
             continue
-        lessons.names.append(where)
-        lessons.tokens.append(tokens[:limit])
-        lessons.masks.append(mask[:limit])
+        lessons.num_rows += 1
+        for tokens, mask in sequences:
+            lessons.names.append(where)
+            lessons.tokens.append(tokens)
+            lessons.masks.append(mask)
     if not len(lessons):
         raise ConfigError(f"{file}: no row can be learnt from; {lessons.problems[0]}")
     return lessons
+
+
+def _cut(tokens: Ids, mask: Mask, limit: int, truncate: bool) -> tuple[Ids, Mask]:
+    if len(tokens) > limit and not (truncate and mask[:limit].any()):
+        raise BadTranscript("too_long", f"it has {len(tokens)} tokens, over {limit}")
+    return tokens[:limit], mask[:limit]
 
 
 def _limit(model: Path, max_tokens: int | None) -> int:
@@ -137,8 +146,11 @@ def fine_tune(
     not there or empty: all or nothing. `on_step` hears of each step when it is done."""
     check_target(to)
     settings = Trainer(
-        learning_rate=recipe.learning_rate, correction="none", num_threads=recipe.num_threads
-    ).model_copy(update={"loss": "imitation"})
+        loss="imitation",
+        correction="none",
+        learning_rate=recipe.learning_rate,
+        num_threads=recipe.num_threads,
+    )
     with closing(
         TrainingEngine(model, settings, Model(path=str(model), dtype=recipe.dtype), 1.0)
     ) as engine:
@@ -168,11 +180,11 @@ def fine_tune(
     return steps
 
 
-def _batches(num_rows: int, recipe: Recipe) -> Iterator[list[int]]:
-    """Every row once an epoch, each epoch in an order of its own."""
+def _batches(num_sequences: int, recipe: Recipe) -> Iterator[list[int]]:
+    """Every sequence once an epoch, each epoch in an order of its own."""
     for epoch in range(recipe.epochs):
-        order = np.random.default_rng((recipe.seed, epoch)).permutation(num_rows).tolist()
-        for start in range(0, num_rows, recipe.batch_size):
+        order = np.random.default_rng((recipe.seed, epoch)).permutation(num_sequences).tolist()
+        for start in range(0, num_sequences, recipe.batch_size):
             yield order[start : start + recipe.batch_size]
 
 

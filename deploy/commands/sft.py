@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from deploy import errors, gpus
 from deploy.commands.arguments import Commands, add_json, command
@@ -16,6 +17,9 @@ from deploy.output import answer, stdout_for_answer
 
 if TYPE_CHECKING:
     from trainer.sft import Lessons, Step
+
+
+LINE_EVERY_S: Final = 15.0
 
 
 def add(commands: Commands) -> None:
@@ -42,7 +46,12 @@ def add(commands: Commands) -> None:
     numbers: tuple[tuple[str, Callable[[str], float], float | None, str], ...] = (
         ("--epochs", _count, 1, "how often each row is learnt"),
         ("--learning-rate", _positive, 1e-5, "the highest: it rises for some steps, then falls"),
-        ("--batch-size", _count, 16, "rows a step"),
+        (
+            "--batch-size",
+            _count,
+            16,
+            "sequences a step: a row is one, or several where the template forks it",
+        ),
         ("--threads", _count, None, "CPU threads; by default all that it may use"),
         ("--num-gpus", int, 0, "0 or 1"),
         ("--seed", int, 0, "of the rows' order"),
@@ -100,7 +109,8 @@ def execute(arguments: argparse.Namespace) -> int:
 def _answer(lessons: Lessons, steps: list[Step], to: Path) -> dict[str, Any]:
     losses = [step.loss for step in steps if step.loss is not None]
     return {
-        "rows": len(lessons),
+        "rows": lessons.num_rows,
+        "sequences": len(lessons),
         "skipped": dict(lessons.skipped),
         "steps": len(losses),
         "steps_not_finite": len(steps) - len(losses),
@@ -132,6 +142,7 @@ def _left_out(lessons: Lessons) -> list[str]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[Step], None]]:
+    """A bar on stderr where that is a terminal, a line now and then elsewhere."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -145,12 +156,18 @@ def _progress() -> Iterator[Callable[[Step], None]]:
         TextColumn("fine-tuning"), BarColumn(), MofNCompleteColumn(),
         TextColumn("steps, loss {task.fields[loss]}"), TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", loss="-")
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None, loss="-")
+        said_at = time.monotonic()
 
         def on_step(step: Step) -> None:
+            nonlocal said_at
             loss = "not finite" if step.loss is None else f"{step.loss:.4g}"
             bar.update(task, total=step.num_steps, completed=step.number, loss=loss)
+            if not console.is_terminal and time.monotonic() - said_at > LINE_EVERY_S:
+                console.print(f"step {step.number} of {step.num_steps}, loss {loss}")
+                said_at = time.monotonic()
 
         yield on_step
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from connectors.text import Text
 from connectors.transcript_tokens import tokenise
@@ -84,8 +85,12 @@ def chat(*turns: str, **more: Any) -> Transcript:
 
 
 def learnt(text: Text, transcript: Transcript) -> list[str]:
-    """The texts of the stretches that are learnt."""
-    ids, mask = tokenise(text, transcript)
+    """The texts of the stretches that are learnt, in the only sequence."""
+    ((ids, mask),) = tokenise(text, transcript)
+    return stretches(text, ids, mask)
+
+
+def stretches(text: Text, ids: NDArray[np.int32], mask: NDArray[np.bool_]) -> list[str]:
     borders = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]])))
     return [text.decode(ids[a:b], special=True) for a, b in borders.reshape(-1, 2)]
 
@@ -114,8 +119,10 @@ def test_exactly_the_assistants_words_and_their_ends_are_learnt(
         assert reason(plain, transcript) == "nothing_to_learn"
         return
     assert learnt(plain, transcript) == expected
-    ids, _ = tokenise(plain, transcript)
-    assert ids.tolist() == plain.encode(plain.render(messages, generation_prompt=False))
+    ((ids, _),) = tokenise(plain, transcript)
+    last = max(k for k, m in enumerate(messages) if m["role"] == "assistant")
+    said = plain.render(messages[: last + 1], generation_prompt=False)
+    assert ids.tolist() == plain.encode(said)
 
 
 @given(st.lists(message, min_size=1, max_size=6))
@@ -128,16 +135,18 @@ def test_where_the_template_marks_them_the_mask_is_transformers_own(
     if not any(theirs["assistant_masks"]):
         assert reason(tagged, Transcript(tuple(messages))) == "nothing_to_learn"
         return
-    ids, mask = tokenise(tagged, Transcript(tuple(messages)))
-    assert ids.tolist() == theirs["input_ids"]
-    assert mask.astype(int).tolist() == theirs["assistant_masks"]
+    ((ids, mask),) = tokenise(tagged, Transcript(tuple(messages)))
+    assert mask[-1]
+    assert ids.tolist() == theirs["input_ids"][: len(ids)]
+    assert mask.astype(int).tolist() == theirs["assistant_masks"][: len(ids)]
+    assert not any(theirs["assistant_masks"][len(ids) :])
 
 
 def test_no_token_lies_across_the_border_of_a_turn(make: Make) -> None:
     """A line break that begins an answer would melt into the header's."""
     text = make(CHATML, merges=(("Ċ", "Ċ"),))
     transcript = chat("a", "\nb")
-    ids, mask = tokenise(text, transcript)
+    ((ids, mask),) = tokenise(text, transcript)
     first = int(np.flatnonzero(mask)[0])
     assert ids[:first].tolist() == text.encode(text.render(transcript.messages[:1]))
     assert learnt(text, transcript) == ["\nb" + END]
@@ -176,11 +185,23 @@ def test_tool_calls_are_learnt_and_their_results_are_not(make: Make, plain: Text
     assert reason(plain, Transcript((messages[0], messages[3]), (tool,))) == "template_drops_tools"
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_where_it_does(make: Make) -> None:
+def test_where_a_template_rewrites_earlier_turns_the_conversation_forks(make: Make) -> None:
+    """As a rollout does there: each turn is learnt after the prompt it would be sampled from."""
     text = make(FORGETFUL)
-    assert learnt(text, chat("a", "<think>x</think>b")) == ["<think>x</think>b" + END]
     assert learnt(text, chat("a", "b", "c", "d")) == ["b" + END, "d" + END]
-    assert reason(text, chat("a", "<think>x</think>b", "c", "d")) == "template_rewrites"
+    transcript = chat("a", "<think>x</think>b", "c", "d", "e", "<think>y</think>f")
+    first, second = tokenise(text, transcript)
+    assert stretches(text, *first) == ["<think>x</think>b" + END]
+    assert stretches(text, *second) == ["d" + END, "<think>y</think>f" + END]
+    for (ids, mask), k in ((first, 1), (second, 3)):
+        start = int(np.flatnonzero(mask)[0])
+        assert ids[:start].tolist() == text.encode(text.render(transcript.messages[:k]))
+
+
+def test_a_turn_that_its_generation_prompt_does_not_begin_is_refused(make: Make) -> None:
+    text = make(CHATML.replace("assistant\n{% endif", "assistant\n<think>{% endif"))
+    assert reason(text, chat("a", "b")) == "template_unclear"
+    assert learnt(text, chat("a", "<think>b")) == ["b" + END]
 
 
 def test_a_template_that_refuses_is_said(make: Make) -> None:
