@@ -77,15 +77,19 @@ def advantage(
         raise ValueError(f"discount must be between 0 and 1, got {discount}")
     rows.check()
     _check_usable(name, chosen, rows)
-    earned = None if token_rewards is None else _rows_of(token_rewards, np.float64)
+    parts = rows.parts(None if token_rewards is None else _rows_of(token_rewards, np.float64))
     own = dict(parameters)
     if chosen.per_token:
         default = chosen.parameters["gamma"].default
-        units, unit_of_token = of_tokens(rows, earned, own.pop("gamma", default))
+        units, unit_of_token = of_tokens(rows, parts, own.pop("gamma", default))
     elif turns is not None:
-        units, unit_of_token = of_turns(rows, _rows_of(turns, np.int64), earned, discount)
+        units, unit_of_token = of_turns(rows, _rows_of(turns, np.int64), parts, discount)
     else:
         units, unit_of_token = of_samples(rows)
+    if chosen.needs_group:
+        ids, sizes = np.unique(units.groups, return_counts=True)
+        for group in ids[sizes < 2]:
+            raise ValueError(f"group {group} has one turn; {name} needs at least two")
     per_unit = ESTIMATORS[name](units, **own)
     return _spread(per_unit, unit_of_token, mask, rewards)
 

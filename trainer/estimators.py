@@ -80,11 +80,12 @@ def leave_one_out(units: Units, *, epsilon: float = 1e-6) -> Floats:
     def against_others(values: Floats) -> Floats:
         num = len(values)
         others = np.tile(values, (num, 1))[~np.eye(num, dtype=bool)].reshape(num, num - 1)
-        if num == 2:
-            return values - others[:, 0]
+        gains: Floats = values - others[:, 0]
         differ = others.min(1) < others.max(1)
-        mean = np.where(differ, others.mean(1), others[:, 0])
-        return (values - mean) / np.where(differ, others.std(1, ddof=1) + epsilon, 1.0)
+        if differ.any():
+            scaled = (values - others.mean(1)) / (others.std(1, ddof=1) + epsilon)
+            gains = np.where(differ, scaled, gains)
+        return gains
 
     return _within(units, against_others)
 
@@ -93,6 +94,8 @@ def maxrl(units: Units, *, epsilon: float = 1e-6) -> Floats:
     """(R - mean) / (mean + epsilon) within the group: MaxRL (arXiv:2602.02710), whose gradient
     tends to that of the likelihood of success. 0 where nothing succeeded. Defined for rewards of at
     least 0; less is refused, as is a group of one."""
+    if (units.values < 0).any():
+        raise ValueError(f"maxrl needs rewards of at least 0, got {units.values.min()}")
     return _within(units, lambda values: _centred(values) / (values.mean() + epsilon))
 
 

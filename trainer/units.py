@@ -57,6 +57,21 @@ class Rows:
                 )
         _samples(self)
 
+    def parts(self, token_rewards: Sequence[Floats] | None) -> list[Floats]:
+        """[T_i] a row, the reward placed at each token; ValueError for other lengths or numbers
+        that are not finite."""
+        if token_rewards is None:
+            return [np.zeros(len(mask)) for mask in self.masks]
+        _check_tokens(self, "token_rewards", token_rewards)
+        for row, parts in enumerate(token_rewards):
+            bad = np.flatnonzero(~np.isfinite(parts))
+            if len(bad):
+                raise ValueError(
+                    f"the reward at token {bad[0]} of {self.label(row)} is {parts[bad[0]]}; "
+                    "rewards must be finite"
+                )
+        return list(token_rewards)
+
 
 def of_samples(rows: Rows) -> tuple[Units, list[Ints]]:
     """A unit a sample."""
@@ -73,9 +88,9 @@ def of_samples(rows: Rows) -> tuple[Units, list[Ints]]:
 
 
 def of_turns(
-    rows: Rows, turns: Sequence[Ints], token_rewards: Sequence[Floats] | None, discount: float
+    rows: Rows, turns: Sequence[Ints], parts: Sequence[Floats], discount: float
 ) -> tuple[Units, list[Ints]]:
-    """A unit a turn of a sample; a turn may lie in several branches."""
+    """A unit a turn of a sample; a turn may lie in several branches. `parts`: see `Rows.parts`."""
     first, sample_of_row = _samples(rows)
     _check_tokens(rows, "turns", turns)
     for row, (mask, of) in enumerate(zip(rows.masks, turns, strict=True)):
@@ -85,7 +100,7 @@ def of_turns(
     lengths = [len(mask) for mask in rows.masks]
     turn: Ints = np.concatenate([np.zeros(0, np.int64), *turns])
     trained: Bools = np.concatenate([np.zeros(0, np.bool_), *rows.masks])
-    parts: Floats = np.concatenate([np.zeros(0), *_parts(rows, token_rewards)])
+    placed: Floats = np.concatenate([np.zeros(0), *parts])
     span = int(turn.max(initial=0)) + 1
     keys = np.repeat(sample_of_row, lengths) * span + turn
     unit = np.full(len(turn), -1, np.int64)
@@ -93,7 +108,7 @@ def of_turns(
     sample_of_unit = known // span
     num = len(known)
     values = np.zeros(num)
-    np.add.at(values, unit[turn >= 0], parts[turn >= 0])
+    np.add.at(values, unit[turn >= 0], placed[turn >= 0])
     for of_sample in np.split(np.arange(num), np.flatnonzero(np.diff(sample_of_unit)) + 1):
         if len(of_sample):
             reward = float(rows.rewards[first[sample_of_unit[of_sample[0]]]])
@@ -108,22 +123,18 @@ def of_turns(
     return units, np.split(unit, np.cumsum(lengths))[:-1]
 
 
-def of_tokens(
-    rows: Rows, token_rewards: Sequence[Floats] | None, gamma: float
-) -> tuple[Units, list[Ints]]:
+def of_tokens(rows: Rows, parts: Sequence[Floats], gamma: float) -> tuple[Units, list[Ints]]:
     """A unit a trained token, of value its return r_t + gamma * (return of the row's next trained
     token). Each row, a branch too, is a sequence of its own that ends in its sample's reward."""
     values: list[Floats] = []
     unit_of_token: list[Ints] = []
     start = 0
-    for mask, parts, reward in zip(
-        rows.masks, _parts(rows, token_rewards), rows.rewards.tolist(), strict=True
-    ):
+    for mask, placed, reward in zip(rows.masks, parts, rows.rewards.tolist(), strict=True):
         num = int(mask.sum())
         unit = np.full(len(mask), -1, np.int64)
         unit[mask] = np.arange(start, start + num)
         unit_of_token.append(unit)
-        values.append(_returns(parts[mask], reward, gamma))
+        values.append(_returns(placed[mask], reward, gamma))
         start += num
     num_tokens = [len(v) for v in values]
     units = Units(
@@ -143,21 +154,6 @@ def _returns(earned: Floats, reward: float, discount: float) -> Floats:
     parts[-1] = reward - sum(parts[:-1])
     returns = accumulate(reversed(parts), lambda later, part: part + discount * later)
     return np.array(list(returns)[::-1])
-
-
-def _parts(rows: Rows, token_rewards: Sequence[Floats] | None) -> list[Floats]:
-    """[T_i] a row: the reward placed at each token."""
-    if token_rewards is None:
-        return [np.zeros(len(mask)) for mask in rows.masks]
-    _check_tokens(rows, "token_rewards", token_rewards)
-    for row, parts in enumerate(token_rewards):
-        bad = np.flatnonzero(~np.isfinite(parts))
-        if len(bad):
-            raise ValueError(
-                f"the reward at token {bad[0]} of {rows.label(row)} is {parts[bad[0]]}; "
-                "rewards must be finite"
-            )
-    return list(token_rewards)
 
 
 def _check_tokens(rows: Rows, what: str, arrays: Sequence[NDArray[np.generic]]) -> None:

@@ -287,6 +287,10 @@ def test_every_estimator_answers_torch_as_numpy_and_zero_where_masked() -> None:
     [
         ({"turns": [[0, 0], [0, -1]]}, r"token 1 of row 1 \(b, group 2\) is trained but has no tu"),
         ({"turns": [[0, 0], [0]]}, r"turns of row 1 \(b, group 2\) has 1 tokens, its mask 2"),
+        (
+            {"turns": [[0, 0], [-1, -1]], "mask": [np.ones(2), np.zeros(2)]},
+            "group 2 has one turn; grpo needs at least two",
+        ),
         ({"turns": [[0, 0]]}, "turns of 1 rows, mask of 2"),
         ({"turns": [[0, 0], [0, 1]], "discount": 1.5}, "discount must be between 0 and 1, got 1.5"),
         ({"values": [0.0]}, "1 values for 2 rows"),
@@ -295,7 +299,7 @@ def test_every_estimator_answers_torch_as_numpy_and_zero_where_masked() -> None:
         ({"rewards": [1.0, float("nan")]}, r"the reward of row 1 \(b, group 2\) is nan"),
         ({"row_names": ["a"]}, "1 row_names for 2 rows"),
         (
-            {"turns": [[0, 0], [0, 1]], "token_rewards": [[0.0, 0.0], [float("inf"), 0.0]]},
+            {"token_rewards": [[0.0, 0.0], [float("inf"), 0.0]]},
             r"the reward at token 0 of row 1 \(b, group 2\) is inf",
         ),
         ({"name": "reinforce++", "turns": [[0, 0], [0, 1]]}, "it takes no turns"),
