@@ -223,6 +223,9 @@ class Trainer(Section):
     """Of the loss, under its own names."""
     aggregation: Aggregation = "token-mean"
     """How the losses of a step's tokens become one."""
+    proximal: Literal["reuse", "behaviour"] = "reuse"
+    """What the loss's ratio is measured from: `reuse`, the policy at the step's start, whose
+    log-probs are the forward's own; `behaviour`, the one that sampled (then r below is 1)."""
     aggregation_constant: float = Field(1.0, gt=0)
     """Of `constant-norm`: what the sum over a sample's tokens is divided by, such as the longest
     sample allowed."""

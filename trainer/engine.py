@@ -5,9 +5,9 @@ The only file that imports deepspeed. One rank, ZeRO-1, on CPU (gloo, no compile
 
     seed -> for each micro-batch: forward (log-probs) -> loss -> backward -> one optimizer step
 
-With one optimizer step a step, the proximal policy (the policy at the step's start) is the current
-policy of every micro-batch, so its log-probs are the forward's own, detached: no second forward
-runs.
+With one optimizer step a step, the policy at the step's start, from which the loss measures by
+default, is the current policy of every micro-batch, so its log-probs are the forward's own,
+detached: no second forward runs.
 
 A step is a function of (weights, optimizer state, rows, micro-batches, advantages, seed) for a
 given `environment()`: equal inputs give equal bits.
@@ -52,6 +52,7 @@ from connectors import weights
 from connectors.weights.layout import Digester
 from trainer.aggregation import row_weights
 from trainer.batches import MicroBatch, Rows, check_assignment, collate
+from trainer.corrections import proximal
 from trainer.logprobs import PolicyModel
 from trainer.losses import policy_loss
 from trainer.state_copy import StateCopy
@@ -186,7 +187,7 @@ class TrainingEngine:
         loss, metrics = policy_loss(
             settings.loss,
             logprobs_BT,
-            logprobs_BT.detach(),
+            proximal(settings.proximal, logprobs_BT, batch.behaviour_logprobs_BT),
             batch.behaviour_logprobs_BT,
             batch.advantages_BT,
             batch.mask_BT,

@@ -24,8 +24,8 @@ from trainer.overdue import Weights, counts, row_weights
 SETTINGS: Final = (
     "advantage", "advantage_parameters", "loss", "loss_parameters", "aggregation",
     "aggregation_constant", "correction", "correction_level", "correction_low", "correction_cap",
-    "rejection", "rejection_level", "rejection_low", "rejection_high", "entropy_coefficient",
-    "learning_rate", "weight_decay", "max_grad_norm",
+    "proximal", "rejection", "rejection_level", "rejection_low", "rejection_high",
+    "entropy_coefficient", "learning_rate", "weight_decay", "max_grad_norm",
 )  # fmt: skip
 """Keys of `[trainer]` that a step's weights depend on; recorded in its manifest."""
 _TABLES: Final = ("advantage_parameters", "loss_parameters")

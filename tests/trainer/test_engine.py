@@ -289,8 +289,9 @@ def test_what_cannot_run_is_refused_before_the_model_is_loaded(
         {"loss": "gspo", "aggregation": "seq-mean-token-mean", "entropy_coefficient": 0.01},
         {"loss": "cispo", "aggregation": "prompt-mean", "correction": "mis",
          "correction_level": "geometric", "correction_low": 0.1, "correction_cap": 10.0},
-        {"loss": "dppo", "loss_parameters": {"divergence": "kl"}, "aggregation": "constant-norm",
-         "aggregation_constant": 40.0, "rejection": "k3", "rejection_level": "token"},
+        {"loss": "dppo", "loss_parameters": {"divergence": "kl"}, "proximal": "behaviour",
+         "aggregation": "constant-norm", "aggregation_constant": 40.0, "rejection": "k3",
+         "rejection_level": "token"},
     ],
     ids=lambda settings: settings["loss"],
 )  # fmt: skip

@@ -18,7 +18,7 @@ from connectors.records import (
     encode,
 )  # fmt: skip
 from trainer.aggregation import AGGREGATIONS
-from trainer.corrections import CORRECTIONS, LEVELS, REJECTIONS
+from trainer.corrections import CORRECTIONS, LEVELS, PROXIMALS, REJECTIONS
 from trainer.estimators import ESTIMATORS
 from trainer.execute import recorded, settings, staleness, untrainable
 from trainer.surrogates import LOSSES
@@ -108,3 +108,4 @@ def test_the_configuration_names_every_algorithm_there_is() -> None:
         ("rejection_level", LEVELS),
     ):
         assert set(get_args(Trainer.model_fields[key].annotation)) == set(known), key
+    assert set(get_args(Trainer.model_fields["proximal"].annotation)) <= set(PROXIMALS)
