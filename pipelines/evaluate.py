@@ -23,6 +23,7 @@ from statistics import fmean
 from typing import Any, Final, TypeVar
 
 import msgspec
+import numpy as np
 
 from connectors.config import Config
 from connectors.engines.pool import EnginePool
@@ -161,9 +162,7 @@ class HeldOut:
 
     def _pass_at(self, k: int, rewards: Sequence[Sequence[float]]) -> Estimate:
         needed = self._settings.pass_reward
-        return estimate(
-            [pass_at_k(len(of), sum(reward >= needed for reward in of), k) for of in rewards]
-        )
+        return estimate([pass_at_k(len(of), _num_passed(of, needed), k) for of in rewards])
 
     async def _one(self, line: bytes, origin: Origin, version: Version) -> Group | Closed:
         async with self._slots:
@@ -204,6 +203,12 @@ def _rewards_of(group: Group) -> list[float]:
     return list(
         {t.trajectory_id[start:].split("/")[0]: t.reward for t in group.trajectories}.values()
     )
+
+
+def _num_passed(rewards: Sequence[float], needed: float) -> int:
+    """Rewards are float32: one of 0.9 is below the number 0.9."""
+    least = float(np.float32(needed))
+    return sum(reward >= least for reward in rewards)
 
 
 def _evaluated(config: Config) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from connectors.config import Config, Eval, parse
@@ -18,7 +19,7 @@ from connectors.records import Announcement, Estimate, Evaluation, Version, deco
 from connectors.run_dir import RunDir
 from operators.estimates import estimate, wilson
 from pipelines.eval_curves import EvalCurves
-from pipelines.evaluate import _due, follow
+from pipelines.evaluate import _due, _num_passed, follow
 from tests.operators.engine_fake import END, FakeEngine, tokenizer
 
 NUM_PROMPTS = 6
@@ -237,3 +238,7 @@ def test_the_curves_show_what_was_evaluated_and_a_rollback_voids_what_it_gave_up
 def test_more_samples_than_drawn_cannot_pass() -> None:
     with pytest.raises(ValueError, match="pass@8 needs num_samples of at least 8, got 4"):
         Eval(num_samples=4, pass_k=[1, 8])
+
+
+def test_a_reward_that_is_the_needed_one_in_float32_passes() -> None:
+    assert _num_passed([float(np.float32(0.9)), 0.9, 0.89, 1.0], 0.9) == 3
