@@ -8,13 +8,21 @@ import difflib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-GROUP_ESTIMATORS: Final = frozenset({"grpo"})
-"""Advantages that compare the trajectories of one prompt."""
+from connectors.algorithms import (
+    Advantage,
+    Aggregation,
+    Correction,
+    Level,
+    Loss,
+    Rejection,
+    estimator,
+    policy_loss,
+)
 
 
 class ConfigError(ValueError):
@@ -216,13 +224,35 @@ class Trainer(Section):
     groups_per_step: int = Field(8, ge=1, le=1_000_000)
     learning_rate: float = Field(1e-6, ge=0)
     num_steps: int = Field(100, ge=1, le=_MOST_STEPS)
-    advantage: Literal["grpo"] = "grpo"
-    loss: Literal["ppo"] = "ppo"
-    correction: Literal["tis", "none"] = "tis"
-    """`tis`: weight each token by min(exp(prox - behaviour), cap); `none`."""
+    advantage: Advantage = "grpo"
+    advantage_parameters: dict[str, Any] = {}
+    """Of the advantage, under its own names."""
+    loss: Loss = "ppo"
+    loss_parameters: dict[str, Any] = {}
+    """Of the loss, under its own names."""
+    aggregation: Aggregation = "token-mean"
+    """How the losses of a step's tokens become one."""
+    proximal: Literal["reuse", "behaviour"] = "reuse"
+    """What the loss's ratio is measured from: `reuse`, the policy at the step's start, whose
+    log-probs are the forward's own; `behaviour`, the one that sampled (then r below is 1)."""
+    aggregation_constant: float = Field(1.0, gt=0)
+    """Of `constant-norm`: what the sum over a sample's tokens is divided by, such as the longest
+    sample allowed."""
+    correction: Correction = "tis"
+    """Of r = exp(prox - behaviour), the weight of a token's loss. `tis`: min(r, cap); `icepop`: r
+    from low to cap, else 0; `mis`: the token's own r where r at the level is, else 0; `none`: 1."""
+    correction_level: Level = "token"
+    """Of r: a token's, the product over its `sequence` or the `geometric` mean over it."""
+    correction_low: float = Field(0.5, ge=0)
     correction_cap: float = Field(2.0, gt=0)
-    clip_low: float = Field(0.2, gt=0)
-    clip_high: float = Field(0.2, gt=0)
+    rejection: Rejection = "none"
+    """Tokens that leave the loss: r outside low to high (`k1`), (log r)^2 / 2 (`k2`) or r - 1 -
+    log r (`k3`) above high, of a token or added up or averaged as the level says."""
+    rejection_level: Level = "sequence"
+    rejection_low: float = Field(0.5, ge=0)
+    rejection_high: float = Field(2.0, gt=0)
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Of the mean entropy, which is taken off the loss."""
     max_grad_norm: float = Field(1.0, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     max_tokens_per_microbatch: int = Field(8192, ge=1, le=10 * _MOST_TOKENS)
@@ -233,6 +263,25 @@ class Trainer(Section):
     publish_through: Literal["auto", "memory", "group"] = "auto"
     """How engines get weights: `memory`, which processes of one host share; `group`, a broadcast
     over gloo or NCCL; `auto`: memory where it can be shared, the group elsewhere."""
+
+    def problem(self) -> str | None:
+        """What does not go together in the loss, by key."""
+        try:
+            loss = policy_loss(self.loss, self.loss_parameters)
+        except ValueError as error:
+            return f"loss_parameters: {error}"
+        for key in ("correction", "rejection"):
+            if not loss.corrected and (found := getattr(self, key)) != "none":
+                return f"{key}: {self.loss} takes only 'none', got {found!r}"
+        for kind, low, high in (
+            (self.correction in ("icepop", "mis"), "correction_low", "correction_cap"),
+            (self.rejection == "k1", "rejection_low", "rejection_high"),
+        ):
+            if kind and getattr(self, low) > getattr(self, high):
+                return f"{low}: must be at most {high} ({getattr(self, high)}), got " + str(
+                    getattr(self, low)
+                )
+        return None
 
 
 class Checkpoint(Section):
@@ -257,6 +306,20 @@ class Eval(Section):
     """0 = never."""
     max_prompts: int = Field(128, ge=1, le=_MOST_STEPS)
     max_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)
+    num_samples: int = Field(1, ge=1, le=65_536)
+    """Of a prompt. One is greedy, more are drawn as `sampling` says."""
+    pass_k: list[Annotated[int, Field(ge=1)]] = []
+    """Report pass@k for each of these, at most `num_samples`."""
+    pass_reward: float = 1.0
+    """A sample with this reward or a higher one passes."""
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> Eval:
+        if (most := max(self.pass_k, default=0)) > self.num_samples:
+            raise ValueError(
+                f"pass_k: pass@{most} needs num_samples of at least {most}, got {self.num_samples}"
+            )
+        return self
 
 
 class Config(Section):
@@ -293,8 +356,19 @@ class Config(Section):
         for key, (only, value) in self._single_choices().items():
             if value != only:
                 raise ValueError(f"{key}: only {only!r} is available yet, got {value!r}")
+        if (problem := self.trainer.problem()) is not None:
+            raise ValueError(f"trainer.{problem}")
+        try:
+            chosen = estimator(self.trainer.advantage, self.trainer.advantage_parameters)
+        except ValueError as error:
+            raise ValueError(f"trainer.advantage_parameters: {error}") from error
+        if chosen.needs_value:
+            raise ValueError(
+                f"trainer.advantage: {self.trainer.advantage} needs a value of each prompt, "
+                "which a run does not track yet"
+            )
         for name, task in self.tasks.items():
-            if self.trainer.advantage in GROUP_ESTIMATORS and task.group_size < 2:
+            if chosen.needs_group and task.group_size < 2:
                 raise ValueError(
                     f"tasks.{name}.group_size: {self.trainer.advantage} compares the trajectories "
                     f"of a group, so it needs at least 2, got {task.group_size}"

@@ -317,15 +317,29 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
 
 
+class Estimate(msgspec.Struct, frozen=True):
+    """A mean and its 95% confidence interval, which one value alone may not have."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation", tag_field="kind"):
-    """Held-out prompts, generated greedily. `versions` are those that wrote at least one token."""
+    """Held-out prompts, generated greedily, or `num_samples` times each. `versions` are those that
+    wrote at least one token, `version_tokens` how many each of them wrote."""
 
     version: Version  # the announced version that triggered it
     versions: tuple[Version, ...]
+    version_tokens: tuple[int, ...] = ()
     task: str
     reward: float  # mean over num_prompts
+    low: float | None = None  # its 95% confidence interval
+    high: float | None = None
+    pass_at: dict[int, Estimate] = {}  # by k
     num_prompts: int
-    num_failed: int = 0
+    num_samples: int = 1  # a prompt
+    num_failed: int = 0  # prompts
     samples: tuple[Sample, ...] = ()
     evaluated_at: float = 0.0
 

@@ -6,6 +6,7 @@ encode only new text (a prompt, a suffix) and decode only to show or to score.""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,32 @@ class Text:
             Exception
         ) as error:  # a template is a program of the model's author: it raises anything
             raise TextError(f"the chat template refuses the messages: {error}") from error
+
+    def marked(
+        self, messages: Sequence[Any], tools: Sequence[Any] | None = None
+    ) -> tuple[str, list[tuple[int, int]]] | None:
+        """The conversation as `render` writes it without a generation prompt, and which of its
+        characters [start, end) the template marks as the assistant's own ({% generation %}); None
+        when it marks none. TextError when it refuses."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        given = list(tools) if tools else None
+        if not self.has_template:
+            return None
+        template = self._tokenizer.get_chat_template(tools=given)
+        if not re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template):
+            return None
+        try:
+            rendered, spans = render_jinja_template(
+                [list(messages)],
+                tools=given,
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+            )
+        except Exception as error:  # as in `render`
+            raise TextError(f"the chat template refuses the messages: {error}") from error
+        return str(rendered[0]), [(int(start), int(end)) for start, end in spans[0]]
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, no special token added (special tokens written in it are recognised)."""

@@ -29,10 +29,13 @@ from deploy.commands import (
     read_log,
     roles,
     run,
+    sft,
     simulate,
 )
 
-_GROUPS = (run, inspect, read_log, lineage, export, other, simulate, prompts, init, roles, model)
+_GROUPS = (
+    run, sft, inspect, read_log, lineage, export, other, simulate, prompts, init, roles, model,
+)  # fmt: skip
 _DESCRIPTION = "Train LLM agents online, as a streaming job on a Kafka log."
 _EPILOG = """examples:
   headwater run examples/quickstart.toml

@@ -233,16 +233,12 @@ class Fold:
         """(step, mean training reward) of the chain's steps, or the last of them."""
         return self._sums.rewards(self.chain.step, last)
 
-    def held_out(self) -> list[tuple[int, float]]:
-        """(version's number, mean held-out reward over the tasks), the newest of each version."""
+    def held_out(self) -> list[tuple[int, dict[str, Evaluation]]]:
+        """(version's number, its evaluation by task), ascending; the newest of each version."""
         by_version: dict[Version, dict[str, Evaluation]] = {}
         for e in self.line_evaluations():
             by_version.setdefault(e.version, {})[e.task] = e
-        by_number = {version.number: tasks for version, tasks in sorted(by_version.items())}
-        return [
-            (number, mean([e.reward for e in tasks.values()]) or 0.0)
-            for number, tasks in sorted(by_number.items())
-        ]
+        return sorted({v.number: tasks for v, tasks in sorted(by_version.items())}.items())
 
     def line_evaluations(self) -> list[Evaluation]:
         """Of versions that no rollback gave up."""

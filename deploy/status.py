@@ -6,7 +6,6 @@ answers the `status` object; `deploy.fold` is what it remembers of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -20,6 +19,7 @@ from connectors.run_dir import RunDir
 from deploy.base import StepRecords, Unprovable, base_of
 from deploy.fold import RECENT_STEPS, Fold, mean
 from deploy.health import roles_of
+from deploy.held_out import held_out
 from deploy.history import Follower, Prompts
 from trainer import stall
 from trainer.staleness import configured_policy, lookahead_of
@@ -80,7 +80,7 @@ class RunStatus:
     def answer(self) -> dict[str, Any]:
         """The `status` object as of the last `catch_up`."""
         fold = self.fold
-        rewards, held_out = fold.rewards(RECENT_STEPS), fold.held_out()
+        rewards = fold.rewards(RECENT_STEPS)
         return {
             "run": self._config.run.name,
             "step": fold.chain.step,
@@ -97,11 +97,7 @@ class RunStatus:
             "stall": stall.kept(self._run_dir),
             "tokens": fold.tokens(),
             "seconds": {name: round(fold.total(f"seconds/{name}"), 3) for name in SECONDS},
-            "eval": {
-                "first": held_out[0][1] if held_out else None,
-                "last": held_out[-1][1] if held_out else None,
-                "num_prompts": sum(e.num_prompts for e in _newest(fold.line_evaluations())),
-            },
+            "eval": held_out(fold.held_out()),
             "lag": self._lag(),
             "roles": roles_of(self._config, self._run_dir),
             "reward": {
@@ -135,9 +131,3 @@ class RunStatus:
             "trajectories": max(0, written["rollouts"] - written["trajectories"]),
             "trainer": self.fold.num_ready(),
         }
-
-
-def _newest(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """The newest evaluation of each task at the version that was evaluated last."""
-    last = evaluations[-1].version if evaluations else None
-    return list({e.task: e for e in evaluations if e.version == last}.values())

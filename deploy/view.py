@@ -44,8 +44,8 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
         f"waiting    {_share(status['wait_share'])} of the trainer's time from step to step{kept}",
         *_actions(status["staleness_actions"], kept),
         f"reward     {_number(status['reward']['last'])} in the last step",
-        f"eval       {_number(held_out['first'])} at first, {_number(held_out['last'])} now, on "
-        f"{held_out['num_prompts']} prompts{whole}",
+        f"eval       {_number(held_out['first'])} at first, {eval_text(held_out)} now, on "
+        f"{held_out['num_prompts']} prompts{_samples(held_out)}{whole}",
         "lag        " + ", ".join(f"{name} {value}" for name, value in lag.items()),
     ]
     for fork in status["lineage"]:
@@ -194,7 +194,7 @@ class RunView:
         for name, value in (
             ("step", f"{status['step']} of {self._target}"),
             ("reward", f"{_number(reward['last'])} (mean of 10: {_number(reward['mean'])})"),
-            ("eval", f"{_number(held_out['first'])} -> {_number(held_out['last'])}"),
+            ("eval", f"{_number(held_out['first'])} -> {eval_text(held_out)}"),
             ("staleness", f"mean {_number(staleness['mean'])}, max {_number(staleness['max'])}"),
             ("tokens/s", _number(status["tokens_per_s"])),
             ("waiting", _share(status["wait_share"])),
@@ -205,6 +205,24 @@ class RunView:
         if status["stall"]:
             figures.add_row(Text("STALLED", style="bold red"), "see stall.txt")
         return Group(Text(f"{status['run']}", style="bold"), figures, people)
+
+
+def eval_text(held_out: Mapping[str, Any]) -> str:
+    """The last evaluation: its mean and pass@k, each with its interval."""
+    passes = {f"pass@{k} ": found for k, found in held_out["pass_at"].items()}
+    reward = {"mean": held_out["last"], "low": held_out["low"], "high": held_out["high"]}
+    return ", ".join(name + _interval(found) for name, found in {"": reward, **passes}.items())
+
+
+def _interval(found: Mapping[str, float | None]) -> str:
+    mean, low, high = (_number(found[key]) for key in ("mean", "low", "high"))
+    return mean if found["low"] is None else f"{mean} [{low}, {high}]"
+
+
+def _samples(held_out: Mapping[str, Any]) -> str:
+    many = f", {held_out['num_samples']} samples each" if held_out["num_samples"] > 1 else ""
+    mixed = len(held_out["versions"]) > 1
+    return many + (f", by versions {', '.join(held_out['versions'])}" if mixed else "")
 
 
 def _version(version: Mapping[str, int] | None) -> str:

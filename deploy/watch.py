@@ -10,6 +10,7 @@ from connectors.config import Config
 from connectors.kafka.client import KafkaFailure, OffsetGone
 from connectors.kafka.locate import cluster
 from connectors.run_dir import RunDir
+from deploy.held_out import curve
 from deploy.status import RunStatus
 
 EVERY_S: Final = 0.5
@@ -61,7 +62,7 @@ class Watch:
     def curves(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
         """(step, reward) of training and of held-out prompts."""
         status = self._status
-        return (status.fold.rewards(), status.fold.held_out()) if status else ([], [])
+        return (status.fold.rewards(), curve(status.fold.held_out())) if status else ([], [])
 
     def close(self) -> None:
         self._closed.set()

@@ -1,11 +1,12 @@
-"""Held-out prompts, generated greedily every few versions: what the run has learnt.
+"""Held-out prompts, answered every few versions: what the run has learnt.
 
     policy ─▶ a version that is due ─▶ its prompts through the rollout and reward operators
-                                                              └─▶ one Evaluation a task
+                                                      └─▶ one Evaluation a task ─▶ TensorBoard
 
-Not part of the training log: no grants, no ledger, a topic of its own. The same prompts each time,
-in the same order. Rollouts go on meanwhile and weights may change under a long evaluation, so each
-Evaluation names every version that wrote a token of it.
+Not part of the training log: no grants, no ledger, a topic of its own, and nobody waits for it. The
+same prompts each time, in the same order, greedily, or several samples each for pass@k. Rollouts go
+on meanwhile and weights may change under a long evaluation, so each Evaluation says how many of its
+tokens each version wrote.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, Final, TypeVar
 
 import msgspec
+import numpy as np
 
 from connectors.config import Config
 from connectors.engines.pool import EnginePool
@@ -32,6 +36,7 @@ from connectors.records import (
     HEADER_KIND,
     HEADER_WRITER,
     Closed,
+    Estimate,
     Evaluation,
     Group,
     Origin,
@@ -42,9 +47,11 @@ from connectors.records import (
 )
 from connectors.run_dir import RunDir
 from connectors.text import Text
+from operators.estimates import estimate, pass_at_k
 from operators.rewards import Rewards
 from operators.rollout import AgentTask, Rollout
 from operators.user_code import UserCode
+from pipelines.eval_curves import EvalCurves
 from pipelines.job import wait_for_log
 from pipelines.reward import rewards_operator
 from pipelines.rollout import load_agent, settings
@@ -68,20 +75,24 @@ def evaluate(config: Config, run_dir: RunDir, stop: threading.Event) -> None:
 
     async def follow_and_close() -> None:
         try:
-            await follow(config, cluster, pool, stop)
+            await follow(config, run_dir, cluster, pool, stop)
         finally:
             await pool.close()
 
     asyncio.run(follow_and_close())
 
 
-async def follow(config: Config, cluster: Cluster, engine: Engine, stop: threading.Event) -> None:
+async def follow(
+    config: Config, run_dir: RunDir, cluster: Cluster, engine: Engine, stop: threading.Event
+) -> None:
     """Evaluates each task at the first announced version of every `eval.every_versions`; only the
     newest if several became due meanwhile."""
     held_out = HeldOut(config, engine)
     newest = await asyncio.to_thread(_newest, cluster)
-    tail, producer = PolicyTail(cluster), Producer(cluster)
-    try:
+    with ExitStack() as open_parts:
+        tail = open_parts.enter_context(closing(PolicyTail(cluster)))
+        producer = open_parts.enter_context(closing(Producer(cluster)))
+        curves = open_parts.enter_context(closing(EvalCurves(run_dir.tensorboard)))
         while not stop.is_set():
             announced = [a.version for _, a in await asyncio.to_thread(tail.poll, POLL_S)]
             for task in held_out.tasks:
@@ -96,9 +107,7 @@ async def follow(config: Config, cluster: Cluster, engine: Engine, stop: threadi
                     logger.warning("evaluation of %s at %s: every prompt failed", task, version)
                     continue
                 await asyncio.to_thread(_write, producer, cluster, result)
-    finally:
-        producer.close()
-        tail.close()
+                curves.write(result)
 
 
 class HeldOut:
@@ -106,10 +115,12 @@ class HeldOut:
 
     def __init__(self, config: Config, engine: Engine) -> None:
         text = Text(config.resolve(config.model.path))
+        self._settings = config.eval
         self._prompts = {name: _lines(config, name, file) for name, file in _evaluated(config)}
-        self._rollout = _greedy(config, engine, text)
+        self._rollout = _rollout(config, engine, text)
         self._rewards: Rewards = rewards_operator(config, text)
-        self._slots = asyncio.Semaphore(config.engine.max_running * config.engine.count)
+        slots = config.engine.max_running * config.engine.count
+        self._slots = asyncio.Semaphore(max(1, slots // config.eval.num_samples))
         self._decoded = self._rewards.decoded
 
     @property
@@ -126,19 +137,32 @@ class HeldOut:
             )
         )
         groups = [group for group in ended if isinstance(group, Group)]
-        rows = [row for group in groups for row in group.trajectories]
+        tokens: Counter[Version] = Counter()
+        for segment in (s for g in groups for row in g.trajectories for s in row.segments):
+            tokens[segment.version] += segment.end - segment.start
+        rewards = [_rewards_of(group) for group in groups]  # of each prompt's samples
+        found = estimate([fmean(samples) for samples in rewards]) if groups else Estimate(0.0)
         return Evaluation(
             version=version,
-            versions=tuple(sorted({s.version for row in rows for s in row.segments})),
+            versions=tuple(sorted(tokens)),
+            version_tokens=tuple(tokens[v] for v in sorted(tokens)),
             task=task,
-            reward=fmean(g.trajectories[-1].reward for g in groups) if groups else 0.0,
+            reward=found.mean,
+            low=found.low,
+            high=found.high,
+            pass_at={k: self._pass_at(k, rewards) for k in self._settings.pass_k if groups},
             num_prompts=len(groups),
+            num_samples=self._settings.num_samples,
             num_failed=len(ended) - len(groups),
             samples=tuple(
                 self._sample(group) for group in ended[:NUM_SAMPLES] if isinstance(group, Group)
             ),
             evaluated_at=time.time(),
         )
+
+    def _pass_at(self, k: int, rewards: Sequence[Sequence[float]]) -> Estimate:
+        needed = self._settings.pass_reward
+        return estimate([pass_at_k(len(of), _num_passed(of, needed), k) for of in rewards])
 
     async def _one(self, line: bytes, origin: Origin, version: Version) -> Group | Closed:
         async with self._slots:
@@ -158,16 +182,33 @@ class HeldOut:
         )
 
 
-def _greedy(config: Config, engine: Engine, text: Text) -> Rollout:
-    """One greedy trajectory a prompt."""
-    made = settings(config)
+def _rollout(config: Config, engine: Engine, text: Text) -> Rollout:
+    """`eval.num_samples` trajectories a prompt; a single one is greedy."""
+    made, number = settings(config), config.eval.num_samples
     max_tokens = config.eval.max_tokens or made.sampling.max_tokens
-    sampling = msgspec.structs.replace(made.sampling, temperature=0.0, max_tokens=max_tokens)
+    temperature = made.sampling.temperature if number > 1 else 0.0
+    sampling = msgspec.structs.replace(
+        made.sampling, temperature=temperature, max_tokens=max_tokens
+    )
     tasks = {
-        name: AgentTask(agent=load_agent(config, config.tasks[name].agent), group_size=1)
+        name: AgentTask(agent=load_agent(config, config.tasks[name].agent), group_size=number)
         for name, _ in _evaluated(config)
     }
     return Rollout(replace(made, sampling=sampling), tasks, engine, text, UserCode("agents"))
+
+
+def _rewards_of(group: Group) -> list[float]:
+    """Of each sample; the branches of one carry the same."""
+    start = len(group.group_id) + 1
+    return list(
+        {t.trajectory_id[start:].split("/")[0]: t.reward for t in group.trajectories}.values()
+    )
+
+
+def _num_passed(rewards: Sequence[float], needed: float) -> int:
+    """Rewards are float32: one of 0.9 is below the number 0.9."""
+    least = float(np.float32(needed))
+    return sum(reward >= least for reward in rewards)
 
 
 def _evaluated(config: Config) -> list[tuple[str, str]]:

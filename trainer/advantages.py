@@ -1,21 +1,23 @@
 """Advantages of a step's rows: rewards and groups enter, one number a token leaves.
 
-numpy or torch in, the same out. Estimators are looked up by name; each maps the rewards of the
-step's samples and their groups to one advantage a sample, which `advantage` spreads over the rows'
-masks.
+numpy or torch in, the same out. The rows are cut into units of credit (`trainer.units`), an
+estimator (`trainer.estimators`, by name) gives each unit its advantage, and every trained token
+gets that of its unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from connectors.algorithms import Estimator, estimator
+from trainer.estimators import ESTIMATORS, Floats, Ints
+from trainer.units import Rows, of_samples, of_tokens, of_turns
+
 Array = TypeVar("Array", NDArray[Any], torch.Tensor)
 
 
@@ -26,49 +28,70 @@ def advantage(
     mask: Array | Sequence[Array],
     *,
     samples: Array | None = None,
+    token_rewards: Array | Sequence[Array] | None = None,
+    turns: Array | Sequence[Array] | None = None,
+    discount: float = 1.0,
+    values: Array | None = None,
+    row_names: Sequence[str] | None = None,
     **parameters: Any,
 ) -> Any:
     """The advantage of every token, shaped like `mask`; 0 where the mask is 0.
 
-    rewards  [N], finite; one a row
-    groups   [N] integers: rows of one prompt share a number
-    mask     [N, T], or a sequence of N arrays [T_i]; nonzero = trained
-    samples  [N] integers or None: rows of one group with the same number are branches of one
-             sample, hold the same reward, and count once in the group's statistics
+    rewards        [N], finite; of the row's whole sample
+    groups         [N] integers: rows of one prompt share a number
+    mask           [N, T], or a sequence of N arrays [T_i]; nonzero = trained
+    samples        [N] integers or None: rows of one group with the same number are branches of one
+                   sample, hold the same reward and value, and count once in the group's statistics
+    token_rewards  shaped like `mask`: which parts of `rewards` were earned where. The rest of a
+                   sample's reward is earned at its end, so it is the same in all, however it is
+                   split
+    turns          integers shaped like `mask`: the turn of its sample that a token belongs to, -1:
+                   none. With them a turn, not a sample, is the unit: its value is its own reward
+                   plus `discount` times the next turn's value, and the group's statistics run over
+                   all turns of its samples
+    values         [N]: the baseline of each row, for estimators that need one
+    row_names      [N]: named in errors beside the row's number
+    parameters     the estimator's own
+
     Answers in the kind (numpy or torch) of `mask` and the float type of `rewards`.
-    ValueError: unknown estimator, lengths that disagree, a reward that is not finite, or a group
-    the estimator cannot use (the message names it).
+    ValueError, naming the row or group: an unknown estimator or parameter, lengths that disagree, a
+    number that is not finite, branches that differ, a trained token without a turn, a group the
+    estimator refuses, fewer than two tokens to whiten over.
     """
-    if name not in ESTIMATORS:
-        raise ValueError(f"unknown advantage {name!r}; known: {', '.join(sorted(ESTIMATORS))}")
-    values, ids = _numpy(rewards).astype(np.float64), _numpy(groups).astype(np.int64)
-    branch = np.arange(len(values)) if samples is None else _numpy(samples).astype(np.int64)
-    if not len(values) == len(ids) == len(branch) == len(mask):
-        raise ValueError(
-            f"rewards, groups, samples and mask differ in length: "
-            f"{len(values)}, {len(ids)}, {len(branch)}, {len(mask)}"
-        )
-    _check_finite(values, ids)
-    first, sample_of_row = _one_row_a_sample(values, ids, branch)
-    per_sample = ESTIMATORS[name](values[first], ids[first], **parameters)
-    return _spread(per_sample[sample_of_row], mask, rewards)
-
-
-def grpo(rewards: Floats, groups: Ints, *, epsilon: float = 1e-6) -> Floats:
-    """(R - mean) / (std + epsilon) within each group; std of a sample (n - 1), as in DeepSeekMath
-    (arXiv:2402.03300) and its common implementations. Exactly 0 in a homogeneous group."""
-    result = np.zeros_like(rewards)
-    for group in np.unique(groups):
-        rows = np.flatnonzero(groups == group)
-        if len(rows) < 2:
-            raise ValueError(f"group {group} has one sample; grpo needs at least two")
-        values = rewards[rows]
-        if values.min() < values.max():  # else the mean's rounding would be scaled up by 1/epsilon
-            result[rows] = (values - values.mean()) / (values.std(ddof=1) + epsilon)
-    return result
-
-
-ESTIMATORS: Final[dict[str, Callable[..., Floats]]] = {"grpo": grpo}
+    chosen = estimator(name, parameters)
+    masks = [_numpy(row) != 0 for row in mask]
+    num = len(masks)
+    rows = Rows(
+        masks=masks,
+        rewards=_numpy(rewards).astype(np.float64),
+        groups=_numpy(groups).astype(np.int64),
+        samples=np.arange(num) if samples is None else _numpy(samples).astype(np.int64),
+        values=np.zeros(num) if values is None else _numpy(values).astype(np.float64),
+        names=row_names,
+    )
+    if chosen.needs_value and values is None:
+        raise ValueError(f"{name} needs values, the baseline of each row")
+    if chosen.per_token and turns is not None:
+        raise ValueError(f"{name} gives each token a return of its own: it takes no turns")
+    if not 0 <= discount <= 1:
+        raise ValueError(f"discount must be between 0 and 1, got {discount}")
+    rows.check()
+    _check_usable(name, chosen, rows)
+    parts = rows.parts(None if token_rewards is None else _rows_of(token_rewards, np.float64))
+    own = dict(parameters)
+    if chosen.per_token:
+        default = chosen.parameters["gamma"].default
+        units, unit_of_token = of_tokens(rows, parts, own.pop("gamma", default))
+    elif turns is not None:
+        units, unit_of_token = of_turns(rows, _rows_of(turns, np.int64), parts, discount)
+    else:
+        units, unit_of_token = of_samples(rows)
+    if chosen.needs_group:
+        ids, sizes = np.unique(units.groups, return_counts=True)
+        for group in ids[sizes < 2]:
+            raise ValueError(f"group {group} has one turn; {name} needs at least two")
+    per_unit = ESTIMATORS[name](units, **own)
+    return _spread(per_unit, unit_of_token, mask, rewards)
 
 
 def homogeneous_share(rewards: Any, groups: Any) -> float:
@@ -80,50 +103,53 @@ def homogeneous_share(rewards: Any, groups: Any) -> float:
     return float(np.mean(same)) if len(unique) else 0.0
 
 
-def _check_finite(rewards: Floats, groups: Ints) -> None:
-    bad = np.flatnonzero(~np.isfinite(rewards))
-    if len(bad):
+def _check_usable(name: str, chosen: Estimator, rows: Rows) -> None:
+    """What the estimator refuses, as a table says it (connectors/algorithms.py)."""
+    low = np.flatnonzero(rows.rewards < chosen.least)
+    if len(low):
         raise ValueError(
-            f"the reward of row {bad[0]} (group {groups[bad[0]]}) is {rewards[bad[0]]}; "
-            "rewards must be finite"
+            f"the reward of {rows.label(low[0])} is {rows.rewards[low[0]]}; "
+            f"{name} needs rewards of at least {chosen.least:g}"
         )
-
-
-def _one_row_a_sample(rewards: Floats, groups: Ints, branch: Ints) -> tuple[Ints, Ints]:
-    """(first row of each sample, sample index of each row); samples in order of first
-    appearance."""
-    keys: dict[tuple[int, int], int] = {}
-    first: list[int] = []
-    sample_of_row = np.empty(len(rewards), np.int64)
-    for row, key in enumerate(zip(groups.tolist(), branch.tolist(), strict=True)):
-        if key not in keys:
-            keys[key] = len(first)
-            first.append(row)
-        sample_of_row[row] = keys[key]
-        if rewards[row] != rewards[first[keys[key]]]:
+    if chosen.needs_group:
+        pairs = np.unique(np.stack([rows.groups, rows.samples]), axis=1)[0]
+        ids, sizes = np.unique(pairs, return_counts=True)
+        for group in ids[sizes < 2]:
+            row = int(np.flatnonzero(rows.groups == group)[0])
             raise ValueError(
-                f"rows {first[keys[key]]} and {row} are branches of sample {key[1]} of group "
-                f"{key[0]} but their rewards differ: {rewards[first[keys[key]]]}, {rewards[row]}"
+                f"group {group} has one sample, {rows.label(row)}; {name} needs at least two"
             )
-    return np.array(first, np.int64), sample_of_row
+    if chosen.whitens:
+        trained = [i for i, mask in enumerate(rows.masks) if mask.any()]
+        num = sum(int(mask.sum()) for mask in rows.masks)
+        if num < 2:
+            where = f", in {rows.label(trained[0])}" if trained else ": all are masked"
+            raise ValueError(f"{name} whitens over at least two trained tokens, got {num}{where}")
 
 
-def _spread(per_row: Floats, mask: Any, rewards: Any) -> Any:
+def _rows_of(arrays: Any, dtype: type) -> list[NDArray[Any]]:
+    return [_numpy(row).astype(dtype) for row in arrays]
+
+
+def _spread(per_unit: Floats, unit_of_token: Sequence[Ints], mask: Any, rewards: Any) -> Any:
+    """Each token's own; -1 in `unit_of_token`: it belongs to no unit and gets 0."""
+    padded = np.append(per_unit, 0.0)
+    tokens = [padded[unit] for unit in unit_of_token]
     if not isinstance(mask, np.ndarray | torch.Tensor):
-        return [_over_tokens(value, row, rewards) for value, row in zip(per_row, mask, strict=True)]
-    return _over_tokens(per_row[:, None], mask, rewards)
+        return [_like(row, of, rewards) for row, of in zip(tokens, mask, strict=True)]
+    stacked = np.stack(tokens) if tokens else np.zeros(tuple(mask.shape))
+    return _like(stacked, mask, rewards)
 
 
-def _over_tokens(value: Any, mask: Any, rewards: Any) -> Any:
-    spread = np.where(_numpy(mask) != 0, value, 0.0)
+def _like(tokens: Floats, mask: Any, rewards: Any) -> Any:
     if isinstance(mask, torch.Tensor):
         floats = isinstance(rewards, torch.Tensor) and rewards.is_floating_point()
         return torch.as_tensor(
-            spread, dtype=rewards.dtype if floats else torch.float32, device=mask.device
+            tokens, dtype=rewards.dtype if floats else torch.float32, device=mask.device
         )
     dtype = getattr(rewards, "dtype", None)
     is_float = isinstance(dtype, np.dtype) and np.issubdtype(dtype, np.floating)
-    return spread.astype(dtype if is_float else np.float64)
+    return tokens.astype(dtype if is_float else np.float64)
 
 
 def _numpy(values: Any) -> NDArray[Any]:

@@ -41,6 +41,8 @@ class Rows:
     logprobs  float32 [T_i] a row, of the policy that sampled it; NaN where not generated
     rewards   float64 [N]
     groups    int64 [N], index of the row's group within the step
+    samples   int64 [N], of the row within its group: rows with the same number are branches of one
+              sample; None: each row is one
     """
 
     ids: tuple[str, ...]
@@ -49,6 +51,7 @@ class Rows:
     logprobs: tuple[NDArray[np.float32], ...]
     rewards: NDArray[np.float64]
     groups: NDArray[np.int64]
+    samples: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -5,9 +5,9 @@ The only file that imports deepspeed. One rank, ZeRO-1, on CPU (gloo, no compile
 
     seed -> for each micro-batch: forward (log-probs) -> loss -> backward -> one optimizer step
 
-With one optimizer step a step, the proximal policy (the policy at the step's start) is the current
-policy of every micro-batch, so its log-probs are the forward's own, detached: no second forward
-runs.
+With one optimizer step a step, the policy at the step's start, from which the loss measures by
+default, is the current policy of every micro-batch, so its log-probs are the forward's own,
+detached: no second forward runs.
 
 A step is a function of (weights, optimizer state, rows, micro-batches, advantages, seed) for a
 given `environment()`: equal inputs give equal bits.
@@ -50,9 +50,11 @@ from torch._C._distributed_c10d import HashStore
 from connectors import config as configuration
 from connectors import weights
 from connectors.weights.layout import Digester
+from trainer.aggregation import row_weights
 from trainer.batches import MicroBatch, Rows, check_assignment, collate
+from trainer.corrections import proximal
 from trainer.logprobs import PolicyModel
-from trainer.losses import policy_loss, units
+from trainer.losses import policy_loss
 from trainer.state_copy import StateCopy
 from trainer.step_metrics import Tally, row_metrics
 
@@ -130,20 +132,25 @@ class TrainingEngine:
         (`batches.assign`); `advantages` holds one [T_i] array a row. `seed` is set before the first
         forward. `trainer`: the settings of this step, None for those the engine was made with.
 
-        The loss is the mean over all trained tokens of the step, however it is cut. ValueError when
-        micro-batches do not cover the trained rows exactly once, or a value cannot be trained
-        on."""
+        The loss is that of the whole step, however it is cut. ValueError when micro-batches do not
+        cover the trained rows exactly once, or a value cannot be trained on."""
         check_assignment(rows, micro_batches)
         settings = trainer or self._trainer
         self._set_optimizer(settings)
         torch.manual_seed(seed)
-        num_tokens = sum(units(mask) for mask in rows.masks)
-        if num_tokens == 0:
+        if rows.num_trained == 0:
             return self._skipped(rows, "no_tokens")
+        weights_N = row_weights(
+            rows.masks,
+            settings.aggregation,
+            groups=rows.groups,
+            samples=rows.samples,
+            constant=settings.aggregation_constant,
+        )
         tally = Tally()
         for indices in micro_batches:
             batch = collate(rows, indices, advantages).to(self._device)
-            loss = self._forward(batch, num_tokens, tally, settings)
+            loss = self._forward(batch, weights_N[list(indices)], tally, settings)
             started = time.perf_counter()
             self._engine.backward(loss)
             tally.seconds["update"] += time.perf_counter() - started
@@ -165,28 +172,40 @@ class TrainingEngine:
     def _forward(
         self,
         batch: MicroBatch,
-        num_tokens: float,
+        weights_B: NDArray[np.float64],
         tally: Tally,
         settings: configuration.Trainer,
     ) -> Tensor:
         started = time.perf_counter()
-        logprobs_BT, entropy_N = self._engine(batch.tokens_BT, batch.position_ids_BT, batch.mask_BT)
+        logprobs_BT, entropy_BT = self._engine(
+            batch.tokens_BT,
+            batch.position_ids_BT,
+            batch.mask_BT,
+            settings.entropy_coefficient > 0,
+        )
         loss: Tensor
         loss, metrics = policy_loss(
             settings.loss,
             logprobs_BT,
-            logprobs_BT.detach(),
+            proximal(settings.proximal, logprobs_BT, batch.behaviour_logprobs_BT),
             batch.behaviour_logprobs_BT,
             batch.advantages_BT,
             batch.mask_BT,
+            row_weights=weights_B,
             correction=settings.correction,
+            correction_level=settings.correction_level,
+            correction_low=settings.correction_low,
             correction_cap=settings.correction_cap,
-            denominator=num_tokens,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
+            rejection=settings.rejection,
+            rejection_level=settings.rejection_level,
+            rejection_low=settings.rejection_low,
+            rejection_high=settings.rejection_high,
+            entropy=entropy_BT,
+            entropy_coefficient=settings.entropy_coefficient,
+            **settings.loss_parameters,
         )
         gap_N = (logprobs_BT.detach() - batch.behaviour_logprobs_BT)[batch.mask_BT]
-        tally.add(float(loss.item()), metrics, gap_N, entropy_N)
+        tally.add(float(loss.item()), metrics, gap_N)
         tally.seconds["logprobs"] += time.perf_counter() - started
         return loss
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from connectors.config import GROUP_ESTIMATORS, Config, Trainer
+from connectors.algorithms import estimator
+from connectors.config import Config, Trainer
 from connectors.records import Fork, Group, Manifest, Trajectory, Version
 from operators.staleness.lineage import lag
 from trainer import batches
@@ -19,10 +22,13 @@ from trainer.engine import TrainingEngine
 from trainer.overdue import Weights, counts, row_weights
 
 SETTINGS: Final = (
-    "advantage", "loss", "correction", "correction_cap", "clip_low", "clip_high",
-    "learning_rate", "weight_decay", "max_grad_norm",
+    "advantage", "advantage_parameters", "loss", "loss_parameters", "aggregation",
+    "aggregation_constant", "correction", "correction_level", "correction_low", "correction_cap",
+    "proximal", "rejection", "rejection_level", "rejection_low", "rejection_high",
+    "entropy_coefficient", "learning_rate", "weight_decay", "max_grad_norm",
 )  # fmt: skip
 """Keys of `[trainer]` that a step's weights depend on; recorded in its manifest."""
+_TABLES: Final = ("advantage_parameters", "loss_parameters")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,12 +57,20 @@ def training_engine(config: Config) -> TrainingEngine:
 
 def settings(trainer: Trainer, temperature: float) -> dict[str, float | str]:
     """What a manifest records of the mathematics."""
-    return {**{key: getattr(trainer, key) for key in SETTINGS}, "temperature": temperature}
+    return {**{key: _text(getattr(trainer, key)) for key in SETTINGS}, "temperature": temperature}
 
 
 def recorded(trainer: Trainer, manifest: Manifest) -> Trainer:
     """`trainer` with the settings the manifest's step was trained with."""
-    return trainer.model_copy(update={k: manifest.settings[k] for k in SETTINGS})
+    update = {key: manifest.settings[key] for key in SETTINGS}
+    for key in _TABLES:
+        update[key] = msgspec.json.decode(str(update[key]))
+    return trainer.model_copy(update=update)
+
+
+def _text(value: Any) -> float | str:
+    """A table as JSON: a manifest holds numbers and text."""
+    return msgspec.json.encode(value).decode() if isinstance(value, dict) else value
 
 
 def execute(
@@ -72,17 +86,11 @@ def execute(
     over age; each one's loss is multiplied by its own, what has 0 is as if it were no token of the
     policy's."""
     weights = weights or {}
-    rows = batches.flatten(groups, weights)
+    samples = np.array([_sample(t) for t in _rows(groups)], np.int64)
+    rows = replace(batches.flatten(groups, weights), samples=samples)
     if micro_batches is None:
         micro_batches = batches.assign(rows, trainer.max_tokens_per_microbatch)
-    samples = np.array([_sample(t) for t in _rows(groups)], np.int64)
-    advantages = advantage(
-        trainer.advantage,
-        rewards=rows.rewards,
-        groups=rows.groups,
-        mask=rows.masks,
-        samples=samples,
-    )
+    advantages = _advantages(rows, trainer)
     if any(weights.values()):  # a policy gradient's loss is proportional to the advantage
         advantages = [
             a * row_weights(t, weights) for a, t in zip(advantages, _rows(groups), strict=True)
@@ -95,6 +103,21 @@ def execute(
         metrics={**result.metrics, **counts(groups, weights), **seconds},
         master_changed=result.master_changed,
     )
+
+
+def _advantages(rows: batches.Rows, trainer: Trainer) -> list[NDArray[np.float64]]:
+    if rows.num_trained == 0:  # the engine skips such a step
+        return [np.zeros(len(mask)) for mask in rows.masks]
+    found: list[NDArray[np.float64]] = advantage(
+        trainer.advantage,
+        rewards=rows.rewards,
+        groups=rows.groups,
+        mask=rows.masks,
+        samples=rows.samples,
+        row_names=rows.ids,
+        **trainer.advantage_parameters,
+    )
+    return found
 
 
 def untrainable(group: Group, advantage_name: str, vocabulary_size: int) -> str | None:
@@ -114,8 +137,11 @@ def untrainable(group: Group, advantage_name: str, vocabulary_size: int) -> str 
             return f"{trajectory.trajectory_id} is no id of group {group.group_id}"
         if samples.setdefault(_sample(trajectory), trajectory.reward) != trajectory.reward:
             return f"branches of {trajectory.trajectory_id} differ in reward"
-    if advantage_name in GROUP_ESTIMATORS and len(samples) < 2:
+    needs = estimator(advantage_name, {})
+    if needs.needs_group and len(samples) < 2:
         return f"{advantage_name} needs at least two trajectories a group, got {len(samples)}"
+    if min(samples.values(), default=0.0) < needs.least:
+        return f"{advantage_name} needs rewards of at least {needs.least:g}"
     return None
 
 

@@ -15,6 +15,7 @@ from connectors.kafka.client import Cluster
 from connectors.run_dir import RunDir
 from trainer.checkpoint import run_store
 from trainer.checkpoint_meta import CheckpointMeta, kept_on_chain
+from trainer.engine import TrainingEngine
 from trainer.execute import training_engine
 from trainer.recovery import load_newest
 from trainer.step_log import Chain, read_steps
@@ -35,8 +36,7 @@ def export(
     nothing. What the weights are of is returned. ConfigError for a folder that holds something,
     NothingToExport without a whole checkpoint (of `step`) on the chain, WeightsDiffer when its
     weights are not those of the log."""
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ConfigError(f"export: {to} is no empty folder (name another one)")
+    check_target(to)
     chain = Chain()
     for offset, record in read_steps(cluster):
         chain.observe(offset, record)
@@ -52,7 +52,6 @@ def export(
             f"{config.checkpoint.every_steps} steps (checkpoint.every_steps) and where it stops; "
             "go on to the next one"
         )
-    part = to.with_name(f".{to.name}.{uuid.uuid4().hex}")
     with closing(training_engine(config)) as engine:
         meta = load_newest(store, engine, chain, at_most=wanted[0])
         if meta is None or (step is not None and meta.step != step):
@@ -62,12 +61,25 @@ def export(
                 f"the checkpoint of step {meta.step} holds weights with the digest {digest}; the "
                 f"log says {meta.digest}"
             )
-        try:
-            part.mkdir(parents=True)
-            engine.save_pretrained(part)
-            for file in part.iterdir():  # safetensors makes its file readable by its owner alone
-                file.chmod(part.stat().st_mode & 0o666)
-            part.rename(to)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+        write_model(engine, to)
     return meta
+
+
+def check_target(to: Path) -> None:
+    """ConfigError unless a model may be written there."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ConfigError(f"{to} is no empty folder (name another one)")
+
+
+def write_model(engine: TrainingEngine, to: Path) -> None:
+    """The model and its tokenizer into the folder `to`, which is not there or empty: all or
+    nothing."""
+    part = to.with_name(f".{to.name}.{uuid.uuid4().hex}")
+    try:
+        part.mkdir(parents=True)
+        engine.save_pretrained(part)
+        for file in part.iterdir():  # safetensors makes its file readable by its owner alone
+            file.chmod(part.stat().st_mode & 0o666)
+        part.rename(to)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)

@@ -23,15 +23,17 @@ def chosen_logprobs(
     tokens_N: Tensor,
     temperature: float = 1.0,
     chunk_rows: int = CHUNK_ROWS,
+    *,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(log-probs [N], entropies [N]) of softmax(hidden @ weight.T / temperature), both float32.
 
     `tokens_N` int64. The matrix product runs in the inputs' dtype, everything after it in float32.
-    Differentiable in `hidden_NH` and `weight_VH` through the log-probs; the entropy carries no
-    gradient.
+    Differentiable in `hidden_NH` and `weight_VH` through the log-probs and, with
+    `entropy_gradient`, which costs the backward pass two more chunks, through the entropies.
     """
     logprobs_N, entropy_N = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, tokens_N, temperature, chunk_rows
+        hidden_NH, weight_VH, tokens_N, temperature, chunk_rows, entropy_gradient
     )
     return logprobs_N, entropy_N
 
@@ -45,6 +47,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         tokens_N: Tensor,
         temperature: float,
         chunk_rows: int,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         num_rows = hidden_NH.shape[0]
         logprobs_N = torch.empty(num_rows, dtype=torch.float32, device=hidden_NH.device)
@@ -56,28 +59,39 @@ class _ChosenLogprobs(torch.autograd.Function):
             logprobs_N[rows] = scores.gather(1, tokens_N[rows, None])[:, 0] - normalizer_N[rows]
             probs = (scores - normalizer_N[rows, None]).exp_()
             entropy_N[rows] = normalizer_N[rows] - probs.mul_(scores).sum(-1)
-        ctx.save_for_backward(hidden_NH, weight_VH, tokens_N, normalizer_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, tokens_N, normalizer_N, entropy_N)
         ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
-        ctx.mark_non_differentiable(entropy_N)
+        ctx.entropy_gradient = entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden_NH, weight_VH, tokens_N, normalizer_N = ctx.saved_tensors
-        grad_N = grads[0]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        hidden_NH, weight_VH, tokens_N, normalizer_N, entropy_N = ctx.saved_tensors
+        grad_N, entropy_grad_N = (grad / ctx.temperature for grad in grads)
         grad_hidden_NH = torch.empty_like(hidden_NH)
         # Chunks add up in float32: in bfloat16 the later ones would vanish.
         grad_weight_VH = torch.zeros(weight_VH.shape, dtype=torch.float32, device=weight_VH.device)
         for start in range(0, hidden_NH.shape[0], ctx.chunk_rows):
             rows = slice(start, start + ctx.chunk_rows)
-            # d log p(token) / d scores = onehot(token) - softmax(scores)
+            # With p = softmax(scores):
+            #   d log p(token) / d scores = onehot(token) - p
+            #   d entropy / d scores      = -p (log p + entropy)
             slope = _scores(hidden_NH[rows], weight_VH, ctx.temperature)
-            slope.sub_(normalizer_N[rows, None]).exp_().neg_()
+            slope.sub_(normalizer_N[rows, None])
+            bend = None
+            if ctx.entropy_gradient:
+                bend = slope.exp().mul_(slope + entropy_N[rows, None])
+                bend.mul_(entropy_grad_N[rows, None])
+            slope.exp_().neg_()
             slope.scatter_add_(1, tokens_N[rows, None], torch.ones_like(slope[:, :1]))
-            slope.mul_((grad_N[rows] / ctx.temperature)[:, None])
+            slope.mul_(grad_N[rows, None])
+            if bend is not None:
+                slope.sub_(bend)
             grad_hidden_NH[rows] = slope.to(weight_VH.dtype) @ weight_VH
             grad_weight_VH.addmm_(slope.t(), hidden_NH[rows].float())
-        return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype), None, None, None
+        return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None
 
 
 def _scores(hidden_NH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
@@ -95,14 +109,17 @@ class PolicyModel(torch.nn.Module):
         self.temperature = temperature
 
     def forward(
-        self, tokens_BT: Tensor, position_ids_BT: Tensor, mask_BT: Tensor
+        self,
+        tokens_BT: Tensor,
+        position_ids_BT: Tensor,
+        mask_BT: Tensor,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """(log-probs [B, T], entropies [N]), float32; N = number of True in `mask_BT`, row by row.
+        """(log-probs [B, T], entropies [B, T]), float32; the entropies carry a gradient if asked.
 
-        Column t is the log-prob of tokens[:, t] given the tokens before it; 0 where the mask is
-        False. `mask_BT` must be False in column 0: nothing predicts the first token. Padding stands
-        on the right, where causal attention keeps it from every real token, so no attention mask is
-        needed.
+        Column t is of tokens[:, t] given the tokens before it; 0 where the mask is False. `mask_BT`
+        must be False in column 0: nothing predicts the first token. Padding stands on the right,
+        where causal attention keeps it from every real token, so no attention mask is needed.
         """
         hidden_BTH = self.model.base_model(
             input_ids=tokens_BT, position_ids=position_ids_BT, use_cache=False
@@ -113,9 +130,13 @@ class PolicyModel(torch.nn.Module):
             self.model.get_output_embeddings().weight,
             tokens_BT[:, 1:][predicted],
             self.temperature,
+            entropy_gradient=entropy_gradient,
         )
         empty_BT = torch.zeros(mask_BT.shape, dtype=torch.float32, device=mask_BT.device)
-        return empty_BT.masked_scatter(mask_BT, logprobs_N), entropy_N
+        return (
+            empty_BT.masked_scatter(mask_BT, logprobs_N),
+            empty_BT.masked_scatter(mask_BT, entropy_N),
+        )
 
     @torch.no_grad()
     def check_head(self) -> None:

@@ -1,28 +1,30 @@
-"""Policy losses: log-probs and advantages enter, a scalar and what was clipped leave.
+"""The loss of a step: log-probs and advantages enter, a scalar and sums for its metrics leave.
 
 Three policies appear in a loss: the current one (`logprobs`, carries the gradient), the proximal
 one at the step's start (`prox_logprobs`, what the clip is measured from) and the one that sampled
-(`behaviour_logprobs`, what the correction weight makes up for). See "Batch size-invariance for
-policy optimization" (arXiv:2110.00641) for the decoupling and arXiv:2505.24298 for its use in
-asynchronous training.
+(`behaviour_logprobs`, what the correction makes up for). See "Batch size-invariance for policy
+optimization" (arXiv:2110.00641) for the decoupling and arXiv:2505.24298 for its use in asynchronous
+training.
 
-A loss is a sum over tokens divided by `denominator`; given the denominator of the whole step,
-micro-batches add up to the gradient of one big batch.
+    loss = sum_i weight_i sum_t keep_it (w_it surrogate_it + b kl_it - c entropy_it)
+
+for rows i and trained tokens t: `surrogate` of surrogates.py, the correction weight w and `keep` of
+the rejection of corrections.py, `kl` to a reference of regularisers.py, the row's weight of
+aggregation.py. The regularisers are not corrected; a rejected token leaves the loss altogether.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO: Final = 20.0
-"""Log-ratios are clamped to +-this before exp: beyond it a ratio says only "far away" and overflows
-soon."""
+from trainer import aggregation as aggregations
+from trainer import corrections, surrogates
+from trainer.regularisers import KLS
 
 
 def policy_loss(
@@ -34,112 +36,158 @@ def policy_loss(
     mask: Any,
     aggregation: str = "token-mean",
     *,
+    row_weights: Any = None,
+    groups: Any = None,
+    samples: Any = None,
+    constant: float | None = None,
     correction: str = "tis",
+    correction_level: str = "token",
+    correction_low: float = 0.5,
     correction_cap: float = 2.0,
-    denominator: float | None = None,
+    rejection: str = "none",
+    rejection_level: str = "sequence",
+    rejection_low: float = 0.5,
+    rejection_high: float = 2.0,
+    reference_logprobs: Any = None,
+    kl: str = "k3",
+    kl_coefficient: float = 0.0,
+    entropy: Any = None,
+    entropy_coefficient: float = 0.0,
     **parameters: Any,
 ) -> tuple[Any, dict[str, float]]:
     """(loss, metrics). All arrays [B, T], float32 or wider; mask nonzero = trained.
 
     Values where the mask is 0 may be anything, NaN included: they reach neither loss nor gradient.
-    correction   "tis": each token's loss is multiplied by min(exp(prox - behaviour),
-                 correction_cap), without gradient; "none"
-    denominator  what the sum over tokens is divided by; None = `units(mask, aggregation)`
-    parameters   of the loss: ppo has clip_low and clip_high
-    metrics      sums over this call's trained tokens, to be added over micro-batches: num_tokens,
-                 num_clipped (the clip was in force), num_clamped (|log-ratio| above MAX_LOG_RATIO),
-                 num_capped (the correction weight hit its cap), sum_weight
+    behaviour_logprobs  None or NaN only where neither correction nor rejection reads them
+    row_weights         [B], of these rows among those of the whole step; None: these rows are the
+                        step, `aggregation.row_weights` of groups, samples and constant
+    entropy             of the policy at each token; with a coefficient, differentiable
+    parameters          of the loss, see surrogates.py
     numpy in, numpy out (float64, no gradient). Finite for log-ratios of any size.
-    ValueError: unknown name, all tokens masked without a denominator, a trained token whose
-    advantage or (when corrected) behaviour log-prob is not finite. A current log-prob that is NaN
-    gives a NaN loss.
+    ValueError: unknown name, no trained token and no row_weights, a trained token whose advantage
+    or needed log-prob is not finite, a coefficient without its array, a correction or rejection
+    with "imitation". A current log-prob that is NaN gives a NaN loss.
+
+    Metrics are sums over this call's trained tokens, to be added over micro-batches:
+
+        num_tokens           trained tokens
+        num_clipped          the clip or trust region of the loss was in force
+        num_clamped          a log-ratio in the loss was beyond its clamp: no gradient there
+        num_capped           the correction weight was its cap
+        num_masked           the correction gave weight 0
+        num_rejected         the rejection took the token out
+        sum_weight           correction weights, 0 where rejected
+        sum_weight_squared   of those: (sum w)^2 / sum w^2 is the effective number of tokens
+        sum_ratio            current / proximal policy as the loss takes it, before its clip
+        num_behaviour        the behaviour log-prob is known
+        sum_kl_behaviour     over those, the k3 estimate of KL(behaviour || prox)
+        sum_kl_reference     the `kl` estimate, 0 without a reference
+        sum_entropy          0 without entropies
     """
-    _check_name("loss", name, LOSSES)
-    _check_name("aggregation", aggregation, AGGREGATIONS)
-    _check_name("correction", correction, CORRECTIONS)
-    is_numpy = isinstance(logprobs, np.ndarray)
-    if is_numpy:
-        logprobs, prox_logprobs, behaviour_logprobs, advantages = (
-            torch.from_numpy(np.asarray(array, np.float64))
-            for array in (logprobs, prox_logprobs, behaviour_logprobs, advantages)
+    _check_name("loss", name, surrogates.LOSSES)
+    _check_name("kl", kl, KLS)
+    _check_name("correction level", correction_level, corrections.LEVELS)
+    _check_name("rejection level", rejection_level, corrections.LEVELS)
+    if name == "imitation" and (correction, rejection) != ("none", "none"):
+        raise ValueError(
+            "imitation is of text without behaviour log-probs: it takes correction and rejection "
+            f"'none', got {correction!r} and {rejection!r}"
         )
-        mask = torch.from_numpy(np.asarray(mask) != 0)
-    trained = mask != 0
-    if denominator is None:
-        denominator = units(trained, aggregation)
-        if denominator == 0:
-            raise ValueError("all tokens are masked: there is nothing to average over")
-    # where() also stops the gradient: a masked NaN multiplied by 0 would still be NaN.
-    current, prox, behaviour, advantage = (
-        torch.where(trained, x, 0.0)
-        for x in (logprobs, prox_logprobs.detach(), behaviour_logprobs.detach(), advantages)
+    is_numpy = isinstance(logprobs, np.ndarray)
+    trained = torch.as_tensor(mask) != 0
+    if row_weights is None:
+        row_weights = aggregations.row_weights(
+            trained, aggregation, groups=groups, samples=samples, constant=constant
+        )
+    current = _where_trained("", logprobs, trained)
+    prox = _where_trained("", prox_logprobs, trained).detach()
+    advantage = _where_trained("advantage", advantages, trained)
+    reads_behaviour = (correction, rejection) != ("none", "none")
+    behaviour = _where_trained(
+        "behaviour log-prob" if reads_behaviour else "", behaviour_logprobs, trained
     )
-    _check_finite("advantage", advantage)
-    losses_BT, clipped_BT, clamped_BT = LOSSES[name](current, prox, advantage, **parameters)
-    weight_BT, capped_BT = _correction(correction, prox, behaviour, correction_cap)
-    loss = torch.where(trained, losses_BT * weight_BT, 0.0).sum() / denominator
-    metrics = {
-        "num_tokens": _sum(trained),
-        "num_clipped": _sum(clipped_BT & trained),
-        "num_clamped": _sum(clamped_BT & trained),
-        "num_capped": _sum(capped_BT & trained),
-        "sum_weight": _sum(torch.where(trained, weight_BT, 0.0)),
-    }
+    known = trained & torch.isfinite(behaviour)
+    gap = torch.where(known, prox - behaviour.detach(), 0.0)
+
+    surrogate = surrogates.LOSSES[name](current, prox, advantage, trained, **parameters)
+    weight = corrections.weights(
+        correction, gap, trained, level=correction_level, low=correction_low, cap=correction_cap
+    )
+    kept = trained & corrections.kept(
+        rejection, gap, trained, level=rejection_level, low=rejection_low, high=rejection_high
+    )
+    reference_kl, far = _kl(kl, current, reference_logprobs, trained, kl_coefficient)
+    entropies = _entropy(entropy, trained, current, entropy_coefficient)
+    losses = surrogate.losses * weight.weight
+    if kl_coefficient:
+        losses = losses + kl_coefficient * reference_kl
+    if entropy_coefficient:
+        losses = losses - entropy_coefficient * entropies
+    by_row = torch.where(kept, losses, 0.0).sum(-1)
+    loss = (by_row * torch.as_tensor(row_weights).to(by_row)).sum()
+
+    final = torch.where(kept, weight.weight, 0.0)
+    metrics = _sums(
+        trained,
+        num_tokens=trained,
+        num_clipped=surrogate.clipped,
+        num_clamped=surrogate.clamped | weight.clamped | far,
+        num_capped=weight.capped,
+        num_masked=weight.masked,
+        num_rejected=~kept,
+        sum_weight=final,
+        sum_weight_squared=final.square(),
+        sum_ratio=surrogate.ratio,
+        num_behaviour=known,
+        sum_kl_behaviour=corrections.k3(gap),
+        sum_kl_reference=reference_kl,
+        sum_entropy=entropies,
+    )
     return (np.float64(loss.item()) if is_numpy else loss), metrics
 
 
-def ppo(
-    logprobs: Tensor,
-    prox_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(current - prox)
-    (arXiv:1707.06347; clip_high > clip_low as in DAPO, arXiv:2503.14476). Returns (losses, was
-    clipped, was clamped)."""
-    log_ratio = logprobs - prox_logprobs
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    return torch.maximum(plain, clipped), clipped > plain, log_ratio.abs() > MAX_LOG_RATIO
-
-
-LOSSES: Final[dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]]] = {"ppo": ppo}
-AGGREGATIONS: Final = ("token-mean",)
-CORRECTIONS: Final = ("tis", "none")
-
-
-def units(mask: Any, aggregation: str = "token-mean") -> float:
-    """How many things the aggregation averages over in `mask`: for "token-mean" its trained tokens.
-    Add it up over micro-batches for the denominator of a step."""
-    _check_name("aggregation", aggregation, AGGREGATIONS)
-    return float((mask != 0).sum())
-
-
-def _correction(
-    correction: str, prox: Tensor, behaviour: Tensor, cap: float
+def _kl(
+    kl: str, current: Tensor, reference_logprobs: Any, trained: Tensor, coefficient: float
 ) -> tuple[Tensor, Tensor]:
-    """(the weight of each token, whether it was capped). Capped in log space, so that nothing
-    overflows; exp of a very negative difference is 0."""
-    if correction == "none":
-        return torch.ones_like(prox), torch.zeros_like(prox, dtype=torch.bool)
-    _check_finite("behaviour log-prob", behaviour)
-    gap, limit = prox - behaviour, math.log(cap)
-    return gap.clamp(max=limit).exp(), gap > limit
+    """(The estimate at each token, where the loss takes it clamped); 0 without a reference."""
+    if reference_logprobs is None:
+        if coefficient:
+            raise ValueError(f"kl_coefficient is {coefficient}: reference log-probs are missing")
+        return torch.zeros_like(current), torch.zeros_like(trained)
+    reference = _where_trained("reference log-prob", reference_logprobs, trained).detach()
+    values, clamped = KLS[kl](current - reference)
+    return values, clamped if coefficient else torch.zeros_like(trained)
+
+
+def _entropy(entropy: Any, trained: Tensor, current: Tensor, coefficient: float) -> Tensor:
+    if entropy is None:
+        if coefficient:
+            raise ValueError(f"entropy_coefficient is {coefficient}: entropies are missing")
+        return torch.zeros_like(current)
+    return _where_trained("", entropy, trained)
+
+
+def _where_trained(checked: str, values: Any, trained: Tensor) -> Tensor:
+    """`values` as a tensor, 0 where not trained; NaN for None. ValueError if `checked` names what
+    they are and a trained one is not finite."""
+    if isinstance(values, np.ndarray):
+        values = torch.from_numpy(np.asarray(values, np.float64))
+    if values is None:
+        values = torch.full(trained.shape, torch.nan, device=trained.device)
+    # where() also stops the gradient: a masked NaN multiplied by 0 would still be NaN.
+    found: Tensor = torch.where(trained, values, 0.0)
+    if checked and not bool(torch.isfinite(found).all()):
+        where = tuple((~torch.isfinite(found)).nonzero()[0].tolist())
+        raise ValueError(f"the {checked} of trained token {where} is {found[where].item()}")
+    return found
+
+
+def _sums(trained: Tensor, **values: Tensor) -> dict[str, float]:
+    """Over trained tokens, in float64, fetched from the device at once."""
+    sums = [torch.where(trained, v.detach(), 0).sum(dtype=torch.float64) for v in values.values()]
+    return dict(zip(values, torch.stack(sums).tolist(), strict=True))
 
 
 def _check_name(what: str, name: str, known: Iterable[str]) -> None:
     if name not in known:
         raise ValueError(f"unknown {what} {name!r}; known: {', '.join(sorted(known))}")
-
-
-def _check_finite(what: str, values: Tensor) -> None:
-    bad = (~torch.isfinite(values)).nonzero()
-    if len(bad):
-        where = tuple(bad[0].tolist())
-        raise ValueError(f"the {what} of trained token {where} is {values[where].item()}")
-
-
-def _sum(values: Tensor) -> float:
-    return float(values.sum().item())

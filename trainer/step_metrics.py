@@ -29,36 +29,44 @@ class Tally:
         self.seconds = {"logprobs": 0.0, "update": 0.0}
         self._sums: dict[str, float] = {}
         self._gaps: list[Tensor] = []
-        self._entropy = 0.0
 
-    def add(
-        self, loss: float, metrics: Mapping[str, float], gap_N: Tensor, entropy_N: Tensor
-    ) -> None:
-        """One micro-batch: its loss, `policy_loss`'s metrics, and trainer - engine log-probs and
-        entropies of its N trained tokens."""
+    def add(self, loss: float, metrics: Mapping[str, float], gap_N: Tensor) -> None:
+        """One micro-batch: its loss, `policy_loss`'s metrics, and trainer - engine log-probs of its
+        N trained tokens."""
         self.loss += loss
         for name, value in metrics.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
         self._gaps.append(gap_N.float().cpu())
-        self._entropy += float(entropy_N.sum().item())
 
     def summary(self) -> dict[str, float]:
         """Per token means of what was summed. `gap` is |trainer - engine| of the log-probs of the
-        same tokens; it is rounding alone when the sampling and the trained version are the same."""
-        num = self._sums["num_tokens"]
+        same tokens; it is rounding alone when the sampling and the trained version are the same.
+        `loss/effective_share` is (sum w)^2 / sum w^2 over all tokens: the share of tokens of weight
+        1 that would estimate as well."""
+        sums, num = self._sums, self._sums["num_tokens"]
         gaps = torch.cat(self._gaps).abs().numpy()
-        return self.metrics | {
+        gaps = gaps[np.isfinite(gaps)]
+        found = self.metrics | {
             "loss": self.loss,
             "tokens/trained": num,
-            "loss/clipped_share": self._sums["num_clipped"] / num,
-            "loss/clamped_share": self._sums["num_clamped"] / num,
-            "loss/capped_share": self._sums["num_capped"] / num,
-            "loss/weight_mean": self._sums["sum_weight"] / num,
-            "entropy": self._entropy / num,
-            "gap/mean": float(gaps.mean()),
-            "gap/p99": float(np.quantile(gaps, 0.99)),
-            "gap/max": float(gaps.max()),
+            "loss/weight_mean": sums["sum_weight"] / num,
+            "loss/ratio_mean": sums["sum_ratio"] / num,
+            "entropy": sums["sum_entropy"] / num,
+            "kl/reference": sums["sum_kl_reference"] / num,
         }
+        for name in ("clipped", "clamped", "capped", "masked", "rejected"):
+            found[f"loss/{name}_share"] = sums[f"num_{name}"] / num
+        if sums["sum_weight_squared"]:
+            found["loss/effective_share"] = (
+                sums["sum_weight"] ** 2 / sums["sum_weight_squared"] / num
+            )
+        if sums["num_behaviour"]:
+            found["kl/behaviour"] = sums["sum_kl_behaviour"] / sums["num_behaviour"]
+        if len(gaps):
+            found["gap/mean"] = float(gaps.mean())
+            found["gap/p99"] = float(np.quantile(gaps, 0.99))
+            found["gap/max"] = float(gaps.max())
+        return found
 
 
 def row_metrics(rows: Rows, num_micro_batches: int) -> dict[str, float]:

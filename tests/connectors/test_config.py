@@ -39,7 +39,19 @@ def config_file(tmp_path: Path, text: str) -> Path:
         ("base_dir = '/'", "unknown key base_dir"),
         (
             "[trainer]\nadvantage = 'grpoo'",
-            "trainer.advantage: input should be 'grpo', got 'grpoo'",
+            "trainer.advantage: input should be 'grpo', 'dr-grpo',",
+        ),
+        (
+            "[trainer]\nadvantage_parameters = {epsilom = 1.0}",
+            "advantage_parameters: grpo: unknown parameter 'epsilom', did you mean 'epsilon'?",
+        ),
+        (
+            "[trainer]\nadvantage = 'gpg'\nadvantage_parameters = {f_norm = 0}",
+            "trainer.advantage_parameters: gpg: f_norm must be a finite number above 0, got 0",
+        ),
+        (
+            "[trainer]\nadvantage = 'spo'",
+            "trainer.advantage: spo needs a value of each prompt, which a run does not track yet",
         ),
         (
             "[trainer]\nlearning_rate = inf",

@@ -31,7 +31,17 @@ def status(step: int, **more: Any) -> dict[str, Any]:
         "stall": None,
         "tokens": {"generated": 7, "trained": 6, "masked": 0, "dropped": 0},
         "seconds": {"wait": 1.0, "logprobs": 0.5, "update": 0.25, "publish": 0.125},
-        "eval": {"first": 0.25, "last": 0.75, "num_prompts": 8},
+        "eval": {
+            "first": 0.25,
+            "last": 0.75,
+            "low": 0.409,
+            "high": 0.929,
+            "num_prompts": 8,
+            "num_samples": 4,
+            "pass_at": {"4": {"mean": 0.875, "low": 0.5, "high": 0.975}},
+            "versions": ["0.4"],
+            "tasks": {},
+        },
         "lag": {"prompts": 64, "rollouts": 3, "trajectories": 2, "trainer": 1},
         "roles": [],
         "reward": {"last": 0.5, "mean": None},
@@ -75,6 +85,19 @@ def test_without_a_terminal_there_is_a_line_a_step_and_one_now_and_then() -> Non
     ):
         assert shown in lines[0]
     assert "publish 0.0625 s" in lines[0]
+
+
+def test_an_evaluation_shows_its_mean_and_pass_at_k_with_their_intervals() -> None:
+    found = status(1)
+    (line,) = [line for line in status_lines(found) if line.startswith("eval")]
+    assert line == (
+        "eval       0.25 at first, 0.75 [0.409, 0.929], pass@4 0.875 [0.5, 0.975] now, "
+        "on 8 prompts, 4 samples each"
+    )
+    bare = {"low": None, "high": None, "pass_at": {}, "num_samples": 1, "versions": ["0.4", "0.5"]}
+    found["eval"].update(bare)
+    (line,) = [line for line in status_lines(found) if line.startswith("eval")]
+    assert line == "eval       0.25 at first, 0.75 now, on 8 prompts, by versions 0.4, 0.5"
 
 
 def test_on_a_terminal_the_table_shows_figures_and_roles() -> None:

@@ -8,14 +8,18 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from connectors.config import Config, parse
+from connectors.config import Config, Eval, parse
 from connectors.engines.types import GenerateRequest
 from connectors.kafka.client import Cluster, Producer, read_all
 from connectors.kafka.topics import ensure_topics
-from connectors.records import Announcement, Evaluation, Version, decode_as, encode
-from pipelines.evaluate import _due, follow
+from connectors.records import Announcement, Estimate, Evaluation, Version, decode_as, encode
+from connectors.run_dir import RunDir
+from operators.estimates import estimate, wilson
+from pipelines.eval_curves import EvalCurves
+from pipelines.evaluate import _due, _num_passed, follow
 from tests.operators.engine_fake import END, FakeEngine, tokenizer
 
 NUM_PROMPTS = 6
@@ -63,10 +67,11 @@ class Evaluator:
     """`follow` on a thread of its own, with an engine whose skill grows with its version."""
 
     def __init__(self, config: Config, cluster: Cluster) -> None:
+        run_dir = RunDir(config.resolve("run"))
         self.engine = FakeEngine(self._answer)
         self.stop = threading.Event()
         self.error: BaseException | None = None
-        self._follow = lambda: asyncio.run(follow(config, cluster, self.engine, self.stop))
+        self._follow = lambda: asyncio.run(follow(config, run_dir, cluster, self.engine, self.stop))
         self.thread = threading.Thread(target=self._run)
 
     def __enter__(self) -> Evaluator:
@@ -117,6 +122,8 @@ def test_due_versions_are_evaluated_once_greedily_on_the_same_prompts(
     assert [e.reward for e in (first, second, third)] == [0.0, 0.6, 1.0]
     assert {(e.num_prompts, e.num_failed) for e in (first, second, third)} == {(5, 1)}
     assert second.versions == (Version(0, 3),)
+    assert second.version_tokens == (3 * 2 + 2 * 1,)
+    assert (second.low, second.high) == wilson(3, 5)
     assert [s.prompt for s in second.samples] == ["say 0", "say 1", "say 2"]
     assert [s.completion for s in second.samples] == ["0", "1", "2"]
     requests = evaluator.engine.requests
@@ -173,3 +180,65 @@ def test_a_stop_does_not_wait_for_an_engine_that_never_answers(
             assert time.monotonic() < deadline
             time.sleep(0.05)
     assert evaluations(cluster) == []
+
+
+def test_several_samples_a_prompt_are_drawn_and_give_pass_at_k(
+    config: Config, cluster: Cluster
+) -> None:
+    """Of prompt n's four samples n are right; the engine swaps its weights half way."""
+    section = config.eval.model_copy(update={"num_samples": 4, "pass_k": [1, 4]})
+    with Evaluator(config.model_copy(update={"eval": section}), cluster) as evaluator:
+
+        def answer(request: GenerateRequest) -> list[int]:
+            sample = int(request.request_id.split("@")[0].split("/")[-1].split(".")[0])
+            digit = request.token_ids[-1]
+            evaluator.engine.version = Version(0, min(sample, 1))
+            return [digit, END] if sample < digit - (4 + 15) else [END]
+
+        evaluator.engine._answer = answer
+        announce(cluster, 0)
+        (found,) = evaluator.wait(cluster, 1)
+    shares = [0.0, 0.25, 0.5, 0.75, 1.0]
+    expected = estimate(shares)
+    assert (found.reward, found.low, found.high) == (0.5, expected.low, expected.high)
+    assert found.pass_at == {1: expected, 4: Estimate(0.8, *wilson(4, 5))}
+    assert (found.num_prompts, found.num_samples, found.num_failed) == (5, 4, 1)
+    assert found.versions == (Version(0, 0), Version(0, 1))
+    assert sum(found.version_tokens) == 5 * 4 + 10  # an end each, and a digit of the right ones
+    assert {r.sampling.temperature for r in evaluator.engine.requests} == {1.0}
+    assert len({r.sampling.seed for r in evaluator.engine.requests}) == 20
+
+
+def test_the_curves_show_what_was_evaluated_and_a_rollback_voids_what_it_gave_up(
+    tmp_path: Path,
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    passes = {4: Estimate(0.75, 0.25, 0.875)}
+
+    def write(*points: tuple[int, int, float]) -> None:
+        curves = EvalCurves(tmp_path)
+        for incarnation, number, reward in points:
+            curves.write(
+                Evaluation(
+                    version=Version(incarnation, number), versions=(), task="t", reward=reward,
+                    low=0.0, high=1.0, num_prompts=1, pass_at=passes,
+                )
+            )  # fmt: skip
+        curves.close()
+
+    write((0, 0, 0.25), (0, 2, 0.5), (0, 4, 0.625))
+    write((1, 2, 0.125), (1, 4, 1.0))
+    found = EventAccumulator(str(tmp_path / "eval")).Reload()
+    points = [(point.step, point.value) for point in found.Scalars("eval/t/reward")]
+    assert points == [(0, 0.25), (2, 0.125), (4, 1.0)]
+    assert [point.value for point in found.Scalars("eval/t/pass@4_low")] == [0.25] * 3
+
+
+def test_more_samples_than_drawn_cannot_pass() -> None:
+    with pytest.raises(ValueError, match="pass@8 needs num_samples of at least 8, got 4"):
+        Eval(num_samples=4, pass_k=[1, 8])
+
+
+def test_a_reward_that_is_the_needed_one_in_float32_passes() -> None:
+    assert _num_passed([float(np.float32(0.9)), 0.9, 0.89, 1.0], 0.9) == 3

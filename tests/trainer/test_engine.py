@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -280,3 +281,30 @@ def test_what_cannot_run_is_refused_before_the_model_is_loaded(
     path = model if folder is None else model / folder
     with pytest.raises(error, match=message):
         TrainingEngine(path, Trainer(**settings), Model(path=str(path)), 1.0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss": "gspo", "aggregation": "seq-mean-token-mean", "entropy_coefficient": 0.01},
+        {"loss": "cispo", "aggregation": "prompt-mean", "correction": "mis",
+         "correction_level": "geometric", "correction_low": 0.1, "correction_cap": 10.0},
+        {"loss": "dppo", "loss_parameters": {"divergence": "kl"}, "proximal": "behaviour",
+         "aggregation": "constant-norm", "aggregation_constant": 40.0, "rejection": "k3",
+         "rejection_level": "token"},
+    ],
+    ids=lambda settings: settings["loss"],
+)  # fmt: skip
+def test_the_family_trains_through_the_engine_however_the_step_is_cut(
+    model: Path, settings: dict[str, Any]
+) -> None:
+    rows = replace(random_rows(0), samples=np.tile([0, 0, 1, 2], 3))
+    results = []
+    for budget in (100_000, 160, 1):
+        engine = open_engine(model, **settings)
+        metrics = engine.step(rows, assign(rows, budget), advantages_of(rows), 0).metrics
+        results.append((metrics["loss"], metrics["grad_norm"]))
+        engine.close()
+    for loss, norm in results[1:]:
+        assert loss == pytest.approx(results[0][0], abs=1e-5)  # terms of size 6 cancel
+        assert norm == pytest.approx(results[0][1], rel=1e-5)

@@ -6,10 +6,22 @@ import numpy as np
 import pytest
 
 from connectors.config import Trainer
-from connectors.records import Group, Origin, Prompt, Segment, Trajectory, Version
-from trainer.advantages import ESTIMATORS
-from trainer.execute import staleness, untrainable
-from trainer.losses import CORRECTIONS, LOSSES
+from connectors.records import (
+    Group,
+    Manifest,
+    Origin,
+    Prompt,
+    Segment,
+    Trajectory,
+    Version,
+    decode_as,
+    encode,
+)  # fmt: skip
+from trainer.aggregation import AGGREGATIONS
+from trainer.corrections import CORRECTIONS, LEVELS, PROXIMALS, REJECTIONS
+from trainer.estimators import ESTIMATORS
+from trainer.execute import recorded, settings, staleness, untrainable
+from trainer.surrogates import LOSSES
 
 
 def row(k: int | str, reward: float = 1.0, segments: tuple[Segment, ...] = ()) -> Trajectory:
@@ -58,6 +70,24 @@ def test_a_group_that_would_stop_the_trainer_is_named_before_it_enters_a_step(
     assert why in reason
 
 
+def test_what_is_trainable_follows_the_estimator() -> None:
+    assert untrainable(group(row(0)), "reinforce++", 5) is None
+    assert untrainable(group(row(0), row(1, -1.0)), "rloo", 5) is None
+    below = untrainable(group(row(0), row(1, -1.0)), "maxrl", 5)
+    assert below == "maxrl needs rewards of at least 0"
+
+
+def test_a_manifest_s_settings_give_the_same_mathematics_back() -> None:
+    trainer = Trainer(advantage="grpo", advantage_parameters={"epsilon": 1e-4}, learning_rate=0.5)
+    written = settings(trainer, 0.7)
+    manifest = Manifest(
+        step=1, epoch=0, version=Version(0, 1), records=(), micro_batches=(), seed=0,
+        digest_before="", digest="", settings=written,
+    )  # fmt: skip
+    reread: Manifest = decode_as(encode(manifest), Manifest)
+    assert recorded(Trainer(learning_rate=0.1), reread) == trainer
+
+
 def test_staleness_is_counted_over_trained_tokens() -> None:
     # By hand: at version 7, token 2 is of version 4 (age 3) and token 3 of version 6 (age 1);
     # the segment over token 1 carries no loss.
@@ -67,6 +97,15 @@ def test_staleness_is_counted_over_trained_tokens() -> None:
     assert staleness([group(row(0))], Version(0, 7), {}) == {}
 
 
-def test_the_configuration_names_every_estimator_loss_and_correction() -> None:
-    for key, known in (("advantage", ESTIMATORS), ("loss", LOSSES), ("correction", CORRECTIONS)):
+def test_the_configuration_names_every_algorithm_there_is() -> None:
+    for key, known in (
+        ("advantage", ESTIMATORS),
+        ("loss", LOSSES),
+        ("aggregation", AGGREGATIONS),
+        ("correction", CORRECTIONS),
+        ("correction_level", LEVELS),
+        ("rejection", REJECTIONS),
+        ("rejection_level", LEVELS),
+    ):
         assert set(get_args(Trainer.model_fields[key].annotation)) == set(known), key
+    assert set(get_args(Trainer.model_fields["proximal"].annotation)) <= set(PROXIMALS)

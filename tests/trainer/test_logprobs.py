@@ -40,31 +40,51 @@ def test_values_equal_the_reference(temperature: float, chunk_rows: int) -> None
     np.testing.assert_allclose(entropy.numpy(), expected[1], rtol=1e-4, atol=1e-5)
 
 
-def test_gradients_equal_finite_differences() -> None:
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_gradients_equal_finite_differences(entropy_gradient: bool) -> None:
     rng = np.random.default_rng(1)
     hidden, weight = rng.normal(size=(5, 3)), rng.normal(size=(7, 3))
-    tokens, outer = np.array([0, 6, 3, 3, 1]), rng.normal(size=5)
+    tokens, outer, bonus = np.array([0, 6, 3, 3, 1]), rng.normal(size=5), rng.normal(size=5)
     temperature, step = 1.3, 1e-5
     hidden_t = torch.tensor(hidden, dtype=torch.float32, requires_grad=True)
     weight_t = torch.tensor(weight, dtype=torch.float32, requires_grad=True)
-    values, _ = chosen_logprobs(
-        hidden_t, weight_t, torch.from_numpy(tokens), temperature, chunk_rows=2
-    )
-    values.backward(torch.tensor(outer, dtype=torch.float32))
+    values, entropy = chosen_logprobs(
+        hidden_t, weight_t, torch.from_numpy(tokens), temperature, chunk_rows=2,
+        entropy_gradient=entropy_gradient,
+    )  # fmt: skip
+    assert entropy.requires_grad == entropy_gradient
+    total = (values * torch.tensor(outer)).sum() + (entropy * torch.tensor(bonus)).sum()
+    total.backward()
 
-    def total(hidden: Any, weight: Any) -> float:
-        return float(outer @ reference(hidden, weight, tokens, temperature)[0])
+    def moved(hidden: Any, weight: Any) -> float:
+        logprobs, entropies = reference(hidden, weight, tokens, temperature)
+        return float(outer @ logprobs + entropy_gradient * bonus @ entropies)
 
     for array, gradient in ((hidden, hidden_t.grad), (weight, weight_t.grad)):
         assert gradient is not None
         for index in np.ndindex(array.shape):
             kept = array[index]
             array[index] = kept + step
-            above = total(hidden, weight)
+            above = moved(hidden, weight)
             array[index] = kept - step
-            below = total(hidden, weight)
+            below = moved(hidden, weight)
             array[index] = kept
             assert gradient[index].item() == pytest.approx((above - below) / (2 * step), abs=1e-4)
+
+
+def test_the_entropys_gradient_alone_is_that_of_torchs_own() -> None:
+    torch.manual_seed(1)
+    hidden, weight = torch.randn(9, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    tokens = torch.randint(0, 6, (9,))
+    ours = chosen_logprobs(hidden, weight, tokens, 0.7, 4, entropy_gradient=True)[1].sum()
+    theirs = torch.distributions.Categorical(logits=hidden @ weight.t() / 0.7).entropy().sum()
+    torch.testing.assert_close(ours, theirs)
+    for got, expected in zip(
+        torch.autograd.grad(ours, (hidden, weight)),
+        torch.autograd.grad(theirs, (hidden, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_inputs_are_left_alone() -> None:
@@ -116,8 +136,8 @@ def test_padded_rows_equal_the_models_own_log_probs_of_each_row_alone(model: Any
                 padded[row, 1:length][chosen].double(), alone[chosen], rtol=0, atol=1e-5
             )
     assert (padded[~mask] == 0).all()
-    assert len(entropy) == mask.sum()
-    assert (entropy >= 0).all()
+    assert (entropy[mask] > 0).all()
+    assert (entropy[~mask] == 0).all()
 
 
 def test_a_head_with_more_than_a_matrix_is_refused(model: Any, tmp_path: Path) -> None:
