@@ -4,7 +4,6 @@ OUT/cost.svg and OUT/presets.svg."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -137,8 +136,7 @@ def _panel(
         drawing.area([*upper, *reversed(lower)], fill=colour, opacity=0.15)
     for colour, curve in curves:
         points = [place(x, y) for x, y in zip(curve.x, curve.mean, strict=True)]
-        for start, end in pairwise(points):
-            drawing.line(start, end, stroke=colour, width=2)
+        drawing.curve(points, stroke=colour, width=2)
 
 
 # ------------------------------------------------------------------------------------ presets

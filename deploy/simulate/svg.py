@@ -48,9 +48,13 @@ class Drawing:
             "circle", said, cx=at[0], cy=at[1], r=radius, fill=fill, stroke=stroke, stroke_width=2
         )
 
+    def curve(self, points: Sequence[Point], *, stroke: str, width: float = 1) -> None:
+        self._add(
+            "polyline", points=_corners(points), fill="none", stroke=stroke, stroke_width=width
+        )
+
     def area(self, points: Sequence[Point], *, fill: str, opacity: float = 1) -> None:
-        corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self._add("polygon", points=corners, fill=fill, fill_opacity=opacity)
+        self._add("polygon", points=_corners(points), fill=fill, fill_opacity=opacity)
 
     def text(
         self,
@@ -109,3 +113,7 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
     step = next(power * k for k in (1, 2, 5, 10) if power * k >= raw)
     first = math.ceil(low / step - 1e-9)
     return [step * k for k in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _corners(points: Sequence[Point]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
