@@ -235,19 +235,21 @@ class Auditor:
 
     def _overdue(self) -> None:
         """Open groups that can no longer be trained within the bound: a reservation was lost, where
-        the policy makes any. Of one that started from a version given up since, its bound does not
-        tell."""
+        the policy makes any. What arrived is as old as its tokens, the rest as its grant. Of one
+        that started from a version given up since, its bound does not tell."""
         policy, at = self._history.strategy, self._announcements.published
         bound = policy.bound if reserves(policy) else None
         line = Line(self._survey.chain.incarnation, self._lineage)
         if bound is None or at is None or at not in line:
             return
         for place, (version, _) in self._open.items():
-            if version in line and (age := lag(at, version, self._lineage)) > bound:
-                what = "it arrived" if place in self._arrived else "it has no terminal"
+            arrived = self._arrived.get(place)
+            oldest = min((arrived.versions if arrived else None) or {version})
+            if oldest in line and (age := lag(at, oldest, self._lineage)) > bound:
+                how = "arrived with tokens of" if arrived else "granted at"
+                what = "it was not trained" if arrived else "it has no terminal"
                 self.found.lost[self._prompts.id_of(place)] = (
-                    f"granted at version {version}, {age} steps before {at}, and never ended; "
-                    f"{what}"
+                    f"{how} version {oldest}, {age} steps before {at}, and never ended; {what}"
                 )
 
     def _unscored(self) -> int:

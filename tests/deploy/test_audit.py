@@ -93,7 +93,12 @@ def test_a_scored_group_that_the_feed_forgot_is_lost() -> None:
     log.terminals[2] = group(0, 1, 0)
     log.policy[2] = announcement(1, (3, 2))
     log.policy[3] = announcement(2, (3, 3))
-    assert "it arrived" in only("lost", log).lost[group_id(0, 1)]
+    assert only("lost", log).lost == {
+        group_id(0, 1): "arrived with tokens of version 0.0, 2 steps before 0.2, and never ended; "
+        "it was not trained"
+    }
+    log.terminals[2] = group(0, 1, 1)  # granted at 0, but begun at 1: it may be trained now
+    assert audit(log.history()).ok
 
 
 def test_a_generated_group_that_is_not_scored_while_many_others_are_is_lost() -> None:
