@@ -25,7 +25,7 @@ from deploy.history import (
     Prompts,
     lineage_of,
 )
-from operators.staleness.lineage import lag
+from operators.staleness.lineage import lag, stalest
 from trainer.overdue import masked_versions
 from trainer.staleness import bound_of, reserves
 
@@ -244,7 +244,8 @@ class Auditor:
             return
         for place, (version, _) in self._open.items():
             arrived = self._arrived.get(place)
-            oldest = min((arrived.versions if arrived else None) or {version})
+            written = arrived.versions if arrived else ()
+            oldest = stalest(written, at, self._lineage) or version
             if oldest in line and (age := lag(at, oldest, self._lineage)) > bound:
                 how = "arrived with tokens of" if arrived else "granted at"
                 what = "it was not trained" if arrived else "it has no terminal"
