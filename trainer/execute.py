@@ -3,8 +3,7 @@ and metrics out. A function of (engine state, groups, micro-batches, seed) and t
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -14,10 +13,10 @@ from numpy.typing import NDArray
 
 from connectors.algorithms import estimator
 from connectors.config import Config, Trainer
-from connectors.records import Fork, Group, Manifest, Trajectory, Version
-from operators.staleness.lineage import lag
+from connectors.records import Group, Manifest, Trajectory
 from trainer import batches
 from trainer.advantages import advantage
+from trainer.ages import Ages
 from trainer.engine import TrainingEngine
 from trainer.overdue import Weights, counts, row_weights
 
@@ -78,12 +77,14 @@ def execute(
     groups: Sequence[Group],
     trainer: Trainer,
     seed: int,
+    *,
     micro_batches: Sequence[Sequence[int]] | None = None,
+    ages: Ages | None = None,
     weights: Weights | None = None,
 ) -> Execution:
     """Trains one step on `groups`, in order, as `trainer` says. `micro_batches`: a manifest's, to
-    execute it again; None cuts them by `trainer.max_tokens_per_microbatch`. `weights`: of tokens
-    over age; each one's loss is multiplied by its own, what has 0 is as if it were no token of the
+    execute it again; None cuts them by `trainer.max_tokens_per_microbatch`. `ages`: of the groups'
+    versions. `weights`: of tokens over age; each one's loss is multiplied by its own, what has 0 is as if it were no token of the
     policy's."""
     weights = weights or {}
     samples = np.array([_sample(t) for t in _rows(groups)], np.int64)
@@ -143,41 +144,6 @@ def untrainable(group: Group, advantage_name: str, vocabulary_size: int) -> str 
     if min(samples.values(), default=0.0) < needs.least:
         return f"{advantage_name} needs rewards of at least {needs.least:g}"
     return None
-
-
-def staleness(
-    groups: Sequence[Group],
-    version: Version,
-    lineage: Mapping[int, Fork],
-    weights: Weights | None = None,
-) -> dict[str, float]:
-    """mean, p99 and max over the trained tokens of how many steps their versions lie behind
-    `version`, which the step trains at; empty without trained tokens. Versions of weight 0 were not
-    trained."""
-    ages, sizes = [], []
-    for written, count in _versions(groups):
-        if (weights or {}).get(written, 1.0) > 0:
-            ages.append(lag(version, written, lineage))
-            sizes.append(count)
-    if not ages:
-        return {}
-    order = np.argsort(ages)
-    sorted_ages, cumulated = np.array(ages)[order], np.cumsum(np.array(sizes)[order])
-    at = int(np.searchsorted(cumulated, math.ceil(0.99 * cumulated[-1])))
-    return {
-        "mean": float(np.average(ages, weights=sizes)),
-        "p99": float(sorted_ages[at]),
-        "max": float(sorted_ages[-1]),
-    }
-
-
-def _versions(groups: Sequence[Group]) -> Iterator[tuple[Version, int]]:
-    """Each segment's version and how many tokens of it may be trained."""
-    for trajectory in _rows(groups):
-        for segment in trajectory.segments:
-            count = int(trajectory.loss_mask[segment.start : segment.end].sum())
-            if count:
-                yield segment.version, count
 
 
 def _rows(groups: Sequence[Group]) -> list[Trajectory]:

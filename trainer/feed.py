@@ -41,8 +41,9 @@ from connectors.records import (
     encode,
 )
 from operators.staleness.types import EngineLoad, StalenessPolicy
-from trainer import overdue
+from trainer import ages, overdue
 from trainer.accounts import LedgerBroken
+from trainer.ages import Ages
 from trainer.feed_state import ClosedStep, FeedState
 from trainer.intake import Intake
 from trainer.ledger import FeedCore
@@ -71,7 +72,8 @@ class FeedFailed(RuntimeError):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInput:
     """What one step trains: `records` in order, `groups[i]` the decoded record i, `version` the one
-    it trains at (the manifest's is the next one), `weights` those of tokens over age. `dropped`,
+    it trains at (the manifest's is the next one), `ages` those of the groups' versions, `weights`
+    those of tokens over age. `dropped`,
     `settings`, the policy's `actions` (as `FeedCore` counts them) and the trainer's `waits` (in
     seconds, by what it waited for) go into the manifest, `snapshot` into the checkpoint of this
     step."""
@@ -82,6 +84,7 @@ class StepInput:
     groups: tuple[Group, ...]
     dropped: tuple[str, ...]
     snapshot: FeedState
+    ages: Ages
     weights: Weights = field(default_factory=dict)
     settings: Mapping[str, float | str] = field(default_factory=dict)
     actions: Mapping[str, int] = field(default_factory=dict)
@@ -280,13 +283,8 @@ class Feed:
     def _input(self, step: ClosedStep) -> StepInput:
         groups = self._intake.groups(step.records)
         waits, self._waits = self._waits, defaultdict(float)
-        weights = token_weights(
-            groups,
-            step.version,
-            step.snapshot.lineage,
-            mask_before=step.mask_before,
-            reweight=self._reweight,
-        )
+        aged = ages.ages_of(groups, step.version, step.snapshot.lineage)
+        weights = token_weights(aged, mask_before=step.mask_before, reweight=self._reweight)
         return StepInput(
             step=step.step,
             version=step.version,
@@ -294,6 +292,7 @@ class Feed:
             groups=groups,
             dropped=step.dropped,
             snapshot=step.snapshot,
+            ages=aged,
             weights=weights,
             settings={**policy_settings(self._core.policy), **overdue.recorded(weights)},
             actions=step.actions,

@@ -29,6 +29,7 @@ from connectors.run_dir import RunDir
 from connectors.signals import stop_on_signals
 from connectors.weights import Snapshot
 from trainer import actions, stall
+from trainer.ages import histogram, recorded, staleness
 from trainer.checkpoint import CheckpointStore, run_store
 from trainer.checkpoint_meta import CheckpointMeta
 from trainer.engine import TrainingEngine
@@ -36,7 +37,6 @@ from trainer.execute import (
     Execution,
     execute,
     settings,
-    staleness,
     training_engine,
     untrainable,
 )
@@ -218,7 +218,14 @@ class Loop:
                 f"{self._step} at {self._version}"
             )
         seed = step_seed(config.run.seed, taken.step)
-        done = execute(self._engine, taken.groups, config.trainer, seed, weights=taken.weights)
+        done = execute(
+            self._engine,
+            taken.groups,
+            config.trainer,
+            seed,
+            ages=taken.ages,
+            weights=taken.weights,
+        )
         trained_at = time.perf_counter()
         snapshot = self._engine.snapshot(into=self._publisher.spare())
         snapshot_s = time.perf_counter() - trained_at
@@ -237,10 +244,11 @@ class Loop:
             environment=self._engine.environment(),
             settings={
                 **settings(config.trainer, config.sampling.temperature),
+                **recorded(taken.ages),
                 **taken.settings,
             },
             metrics=self._metrics(taken, done, waited_s, snapshot_s),
-            staleness=staleness(taken.groups, taken.version, taken.snapshot.lineage, taken.weights),
+            staleness=staleness(histogram(taken.groups, taken.ages, taken.weights)),
             finished_at=time.time(),
         )
         self._pause_s = 0.0

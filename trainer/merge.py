@@ -42,6 +42,7 @@ from connectors.records import (
     parse_group_id,
 )
 from trainer.accounts import Accounts, LedgerBroken
+from trainer.ages import ages_of
 from trainer.feed import StepInput
 from trainer.feed_state import Counts, Entry, FeedState
 from trainer.recovery import Recovered
@@ -122,13 +123,15 @@ class Merge:
             return None
         version = self._version
         records, dropped = self._close()
+        groups = tuple(self._group(record) for record in records)
         return StepInput(
             step=self._version.number,
             version=version,
             records=records,
-            groups=tuple(self._group(record) for record in records),
+            groups=groups,
             dropped=dropped,
             snapshot=self.state,
+            ages=ages_of(groups, version, {}),
         )
 
     @property

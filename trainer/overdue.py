@@ -1,8 +1,7 @@
 """Tokens over age: those a step does not train, or trains with less weight.
 
 What is over age follows from the version v the step trains, each token's own and the policy's bound
-eta. A step's manifest names the versions concerned with their weights, so whoever executes it again
-needs neither policy nor lineage.
+eta. A step's manifest names the versions concerned with their weights.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from connectors.records import Fork, Group, Trajectory, Version
+from connectors.records import Group, Trajectory, Version
 from operators.staleness.deadline import Deadline
-from operators.staleness.lineage import lag
 from operators.staleness.types import StalenessPolicy
+from trainer import by_version
+from trainer.ages import Ages
 
 SETTING: Final = "token_weights"
 """Key of a manifest's settings."""
@@ -42,22 +42,15 @@ def reweight_of(policy: StalenessPolicy[Any]) -> Reweight | None:
 
 
 def token_weights(
-    groups: Sequence[Group],
-    version: Version,
-    lineage: Mapping[int, Fork],
-    *,
-    mask_before: Version | None = None,
-    reweight: Reweight | None = None,
+    ages: Ages, *, mask_before: Version | None = None, reweight: Reweight | None = None
 ) -> dict[Version, float]:
-    """Of the versions in `groups` whose tokens a step that trains `version` masks or weighs."""
+    """Of the versions of a step whose tokens it masks or weighs."""
     found: dict[Version, float] = {}
-    for written in sorted({s.version for g in groups for t in g.trajectories for s in t.segments}):
+    for written, age in ages.items():
         if mask_before is not None and written < mask_before:
             found[written] = 0.0
-        elif reweight is not None:
-            late = lag(version, written, lineage) - reweight.bound
-            if late > 0 and reweight.decay < 1:
-                found[written] = reweight.decay**late
+        elif reweight is not None and age > reweight.bound and reweight.decay < 1:
+            found[written] = reweight.decay ** (age - reweight.bound)
     return found
 
 
@@ -83,20 +76,13 @@ def counts(groups: Sequence[Group], weights: Weights) -> dict[str, float]:
 
 
 def recorded(weights: Weights) -> dict[str, float | str]:
-    """As a manifest's settings hold them: `incarnation.number=weight`, blanks between."""
-    if not weights:
-        return {}
-    return {SETTING: " ".join(f"{version}={weight!r}" for version, weight in weights.items())}
+    """As a manifest's settings hold them."""
+    return {SETTING: by_version.text(weights)} if weights else {}
 
 
 def weights_of(settings: Mapping[str, float | str]) -> dict[Version, float]:
     """The opposite of `recorded`, exactly."""
-    found = {}
-    for entry in str(settings.get(SETTING, "")).split():
-        version, _, weight = entry.partition("=")
-        incarnation, _, number = version.partition(".")
-        found[Version(int(incarnation), int(number))] = float(weight)
-    return found
+    return by_version.parsed(settings.get(SETTING, ""))
 
 
 def masked_versions(settings: Mapping[str, float | str]) -> set[Version]:

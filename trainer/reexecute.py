@@ -12,6 +12,7 @@ from connectors.config import Config
 from connectors.kafka.client import Cluster, OffsetGone, Reader
 from connectors.kafka.locate import source
 from connectors.records import Coordinate, Group, Manifest
+from trainer.ages import recorded_ages
 from trainer.engine import TrainingEngine
 from trainer.execute import Execution, execute, recorded
 from trainer.overdue import weights_of
@@ -56,8 +57,15 @@ def reexecute(
         for manifest in manifests:
             groups = read_groups(reader, manifest, on_other)
             trainer = recorded(config.trainer, manifest)
-            weights = weights_of(manifest.settings)
-            done = execute(engine, groups, trainer, manifest.seed, manifest.micro_batches, weights)
+            done = execute(
+                engine,
+                groups,
+                trainer,
+                manifest.seed,
+                micro_batches=manifest.micro_batches,
+                ages=recorded_ages(manifest.settings),
+                weights=weights_of(manifest.settings),
+            )
             digest = engine.digest()
             if digest == rebuilt.get(manifest.step, manifest.digest):
                 away = None

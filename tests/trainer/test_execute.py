@@ -20,7 +20,7 @@ from connectors.records import (
 from trainer.aggregation import AGGREGATIONS
 from trainer.corrections import CORRECTIONS, LEVELS, PROXIMALS, REJECTIONS
 from trainer.estimators import ESTIMATORS
-from trainer.execute import recorded, settings, staleness, untrainable
+from trainer.execute import recorded, settings, untrainable
 from trainer.surrogates import LOSSES
 
 
@@ -86,15 +86,6 @@ def test_a_manifest_s_settings_give_the_same_mathematics_back() -> None:
     )  # fmt: skip
     reread: Manifest = decode_as(encode(manifest), Manifest)
     assert recorded(Trainer(learning_rate=0.1), reread) == trainer
-
-
-def test_staleness_is_counted_over_trained_tokens() -> None:
-    # By hand: at version 7, token 2 is of version 4 (age 3) and token 3 of version 6 (age 1);
-    # the segment over token 1 carries no loss.
-    segments = (Segment(1, 2, 0, 0), Segment(2, 3, 0, 4), Segment(3, 4, 0, 6))
-    found = staleness([group(row(0, segments=segments))], Version(0, 7), {})
-    assert found == {"mean": 2.0, "p99": 3.0, "max": 3.0}
-    assert staleness([group(row(0))], Version(0, 7), {}) == {}
 
 
 def test_the_configuration_names_every_algorithm_there_is() -> None:

@@ -18,6 +18,7 @@ from connectors.run_dir import RunDir
 from connectors.weights import Snapshot
 from tests.trainer.groups import trainable_group
 from trainer import loop, stall
+from trainer.ages import ages_of
 from trainer.checkpoint import CheckpointFailed, CheckpointStore
 from trainer.engine import TrainingEngine
 from trainer.feed import StepInput
@@ -52,6 +53,7 @@ class PlayedFeed:
             groups=(group(step),),
             dropped=(),
             snapshot=fresh(1),
+            ages=ages_of((group(step),), Version(0, step - 1), {}),
             weights=WEIGHTS if step == 3 else {},
             settings={"staleness_policy": "played", **(recorded(WEIGHTS) if step == 3 else {})},
             actions={"drops/stale": 2, "cancels/close/stale": 1} if step == 1 else {},

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from connectors.config import Trainer
-from connectors.records import Fork, Group, Prompt, Segment, Trajectory, Version, parse_group_id
+from connectors.records import Group, Prompt, Segment, Trajectory, Version, parse_group_id
 from operators.staleness import policy
 from tests.trainer.training import SETTINGS, open_engine
 from trainer.batches import Rows
 from trainer.engine import StepResult
-from trainer.execute import Execution, execute, staleness
+from trainer.execute import Execution, execute
 from trainer.losses import policy_loss
 from trainer.overdue import (
     Reweight,
@@ -29,6 +29,7 @@ from trainer.overdue import (
 )
 
 V3, V5, V6 = (Version(0, n) for n in (3, 5, 6))
+AT_7 = {V3: 4, V5: 2, V6: 1}
 
 
 def group(*, versions: tuple[int, ...] = (3, 5, 6), number: int = 0) -> Group:
@@ -55,25 +56,16 @@ def group(*, versions: tuple[int, ...] = (3, 5, 6), number: int = 0) -> Group:
 
 
 def test_versions_below_the_cut_are_masked() -> None:
-    assert token_weights([group()], Version(0, 7), {}, mask_before=V5) == {V3: 0.0}
-    assert token_weights([group()], Version(0, 7), {}, mask_before=Version(0, 2)) == {}
-    assert token_weights([group()], Version(0, 7), {}) == {}
+    assert token_weights(AT_7, mask_before=V5) == {V3: 0.0}
+    assert token_weights(AT_7, mask_before=Version(0, 2)) == {}
+    assert token_weights(AT_7) == {}
 
 
 def test_each_step_over_the_bound_is_another_factor() -> None:
     # At version 7, bound 1: 3 is 4 old, 3 over; 5 is 2 old, 1 over; 6 is 1 old.
-    weights = token_weights([group()], Version(0, 7), {}, reweight=Reweight(bound=1, decay=0.5))
+    weights = token_weights(AT_7, reweight=Reweight(bound=1, decay=0.5))
     assert weights == {V3: 0.125, V5: 0.5}
-    assert token_weights([group()], Version(0, 7), {}, reweight=Reweight(bound=4, decay=0.5)) == {}
-
-
-def test_a_version_that_a_rollback_gave_up_is_as_far_away_as_there_and_back() -> None:
-    # Forked at 4: from 1.7 back to 4 is 3, forth to 0.5 is 1 and to 0.6 is 2; 0.3 is 4 behind.
-    lineage = {1: Fork(parent=0, number=4, reason="rollback")}
-    weights = token_weights(
-        [group()], Version(1, 7), lineage, reweight=Reweight(bound=3, decay=0.5)
-    )
-    assert weights == {V3: 0.5, V5: 0.5, V6: 0.25}
+    assert token_weights(AT_7, reweight=Reweight(bound=4, decay=0.5)) == {}
 
 
 def test_a_row_weighs_each_token_as_its_version() -> None:
@@ -96,12 +88,6 @@ def test_only_a_policy_that_reweights_says_how() -> None:
     assert found == Reweight(bound=3, decay=0.8)
     for other in (policy("deadline", at_deadline="mask"), policy("sync")):
         assert reweight_of(other) is None
-
-
-def test_the_staleness_of_a_step_is_that_of_what_it_trained() -> None:
-    found = staleness([group()], Version(0, 7), {}, {V3: 0.0, V5: 0.5})
-    assert found == {"mean": 1.5, "p99": 2.0, "max": 2.0}
-    assert staleness([group()], Version(0, 7), {}, {V3: 0.0, V5: 0.0, V6: 0.0}) == {}
 
 
 # ------------------------------------------------------------------------------------- in a step
