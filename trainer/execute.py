@@ -84,8 +84,8 @@ def execute(
 ) -> Execution:
     """Trains one step on `groups`, in order, as `trainer` says. `micro_batches`: a manifest's, to
     execute it again; None cuts them by `trainer.max_tokens_per_microbatch`. `ages`: of the groups'
-    versions. `weights`: of tokens over age; each one's loss is multiplied by its own, what has 0 is as if it were no token of the
-    policy's."""
+    versions. `weights`: of tokens over age; each one's loss is multiplied by its own, what has 0 is
+    as if it were no token of the policy's."""
     weights = weights or {}
     samples = np.array([_sample(t) for t in _rows(groups)], np.int64)
     rows = replace(batches.flatten(groups, weights), samples=samples)
