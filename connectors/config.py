@@ -14,11 +14,13 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from connectors.algorithms import (
+    KL,
     Advantage,
     Aggregation,
     Correction,
     Level,
     Loss,
+    Proximal,
     Rejection,
     estimator,
     policy_loss,
@@ -232,9 +234,13 @@ class Trainer(Section):
     """Of the loss, under its own names."""
     aggregation: Aggregation = "token-mean"
     """How the losses of a step's tokens become one."""
-    proximal: Literal["reuse", "behaviour"] = "reuse"
-    """What the loss's ratio is measured from: `reuse`, the policy at the step's start, whose
-    log-probs are the forward's own; `behaviour`, the one that sampled (then r below is 1)."""
+    num_minibatches: int = Field(1, ge=1, le=1024)
+    """Optimizer steps a step: its groups, in order, are cut into so many parts."""
+    proximal: Proximal = "reuse"
+    """What the loss's ratio is measured from, and r below: the policy at the step's start
+    (`reuse`, the forward's own log-probs, with one optimizer step; `recompute`, a forward before
+    the first of several), `loglinear` between it and the one that sampled, by age, or that
+    `behaviour` itself (then r is 1)."""
     aggregation_constant: float = Field(1.0, gt=0)
     """Of `constant-norm`: what the sum over a sample's tokens is divided by, such as the longest
     sample allowed."""
@@ -253,6 +259,13 @@ class Trainer(Section):
     rejection_high: float = Field(2.0, gt=0)
     entropy_coefficient: float = Field(0.0, ge=0)
     """Of the mean entropy, which is taken off the loss."""
+    kl_coefficient: float = Field(0.0, ge=0)
+    """Of the KL to the initial model, which is added to the loss."""
+    kl: KL = "k3"
+    """How that KL is estimated a token."""
+    gap_alert: float = Field(0.1, ge=0, le=1)
+    """Share of tokens whose probabilities the trainer and the engine put more than 10% apart, above
+    which a step is an alert."""
     max_grad_norm: float = Field(1.0, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     max_tokens_per_microbatch: int = Field(8192, ge=1, le=10 * _MOST_TOKENS)
@@ -273,6 +286,16 @@ class Trainer(Section):
         for key in ("correction", "rejection"):
             if not loss.corrected and (found := getattr(self, key)) != "none":
                 return f"{key}: {self.loss} takes only 'none', got {found!r}"
+        if (most := self.groups_per_step) < self.num_minibatches:
+            return f"num_minibatches: must be at most groups_per_step ({most}), got " + str(
+                self.num_minibatches
+            )
+        reads = loss.reads_proximal or (self.correction, self.rejection) != ("none", "none")
+        if self.num_minibatches > 1 and self.proximal == "reuse" and reads:
+            return (
+                "proximal: 'reuse' is the policy at the step's start only while num_minibatches is "
+                f"1; with {self.num_minibatches} choose recompute, loglinear or behaviour"
+            )
         for kind, low, high in (
             (self.correction in ("icepop", "mis"), "correction_low", "correction_cap"),
             (self.rejection == "k1", "rejection_low", "rejection_high"),

@@ -24,7 +24,8 @@ SETTINGS: Final = (
     "advantage", "advantage_parameters", "loss", "loss_parameters", "aggregation",
     "aggregation_constant", "correction", "correction_level", "correction_low", "correction_cap",
     "proximal", "rejection", "rejection_level", "rejection_low", "rejection_high",
-    "entropy_coefficient", "learning_rate", "weight_decay", "max_grad_norm",
+    "entropy_coefficient", "kl_coefficient", "kl", "num_minibatches", "learning_rate",
+    "weight_decay", "max_grad_norm",
 )  # fmt: skip
 """Keys of `[trainer]` that a step's weights depend on; recorded in its manifest."""
 _TABLES: Final = ("advantage_parameters", "loss_parameters")
@@ -64,7 +65,8 @@ def recorded(trainer: Trainer, manifest: Manifest) -> Trainer:
     update = {key: manifest.settings[key] for key in SETTINGS}
     for key in _TABLES:
         update[key] = msgspec.json.decode(str(update[key]))
-    return trainer.model_copy(update=update)
+    # Validated, because a manifest knows one kind of number.
+    return Trainer.model_validate(trainer.model_dump() | update, strict=False)
 
 
 def _text(value: Any) -> float | str:

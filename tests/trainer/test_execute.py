@@ -21,6 +21,7 @@ from trainer.aggregation import AGGREGATIONS
 from trainer.corrections import CORRECTIONS, LEVELS, PROXIMALS, REJECTIONS
 from trainer.estimators import ESTIMATORS
 from trainer.execute import recorded, settings, untrainable
+from trainer.regularisers import KLS
 from trainer.surrogates import LOSSES
 
 
@@ -78,14 +79,19 @@ def test_what_is_trainable_follows_the_estimator() -> None:
 
 
 def test_a_manifest_s_settings_give_the_same_mathematics_back() -> None:
-    trainer = Trainer(advantage="grpo", advantage_parameters={"epsilon": 1e-4}, learning_rate=0.5)
+    trainer = Trainer(
+        advantage="grpo", advantage_parameters={"epsilon": 1e-4}, learning_rate=0.5,
+        num_minibatches=4, proximal="recompute", kl_coefficient=0.01, kl="k2",
+    )  # fmt: skip
     written = settings(trainer, 0.7)
     manifest = Manifest(
         step=1, epoch=0, version=Version(0, 1), records=(), micro_batches=(), seed=0,
         digest_before="", digest="", settings=written,
     )  # fmt: skip
     reread: Manifest = decode_as(encode(manifest), Manifest)
-    assert recorded(Trainer(learning_rate=0.1), reread) == trainer
+    found = recorded(Trainer(learning_rate=0.1), reread)
+    assert found == trainer
+    assert isinstance(found.num_minibatches, int)
 
 
 def test_the_configuration_names_every_algorithm_there_is() -> None:
@@ -97,6 +103,7 @@ def test_the_configuration_names_every_algorithm_there_is() -> None:
         ("correction_level", LEVELS),
         ("rejection", REJECTIONS),
         ("rejection_level", LEVELS),
+        ("proximal", PROXIMALS),
+        ("kl", KLS),
     ):
         assert set(get_args(Trainer.model_fields[key].annotation)) == set(known), key
-    assert set(get_args(Trainer.model_fields["proximal"].annotation)) <= set(PROXIMALS)
