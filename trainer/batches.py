@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from connectors.records import Group, Trajectory
+from trainer.ages import UNKNOWN, Ages, row_ages
 from trainer.overdue import Weights, row_weights
 
 
@@ -38,11 +39,14 @@ class Rows:
     ids       trajectory id a row
     tokens    int32 [T_i] a row
     masks     bool [T_i] a row; True = this token is trained (never the first: nothing predicts it)
-    logprobs  float32 [T_i] a row, of the policy that sampled it; NaN where not generated
+    logprobs  float32 [T_i] a row, of the policy that sampled it; NaN where not generated, and in
+              all of a row of text
     rewards   float64 [N]
     groups    int64 [N], index of the row's group within the step
     samples   int64 [N], of the row within its group: rows with the same number are branches of one
               sample; None: each row is one
+    ages      int32 [T_i] a row, steps behind the version that is trained (`ages.UNKNOWN`); None:
+              all unknown
     """
 
     ids: tuple[str, ...]
@@ -52,6 +56,7 @@ class Rows:
     rewards: NDArray[np.float64]
     groups: NDArray[np.int64]
     samples: NDArray[np.int64] | None = None
+    ages: tuple[NDArray[np.int32], ...] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -76,7 +81,7 @@ class Rows:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
     """Rows of one forward pass, padded on the right to the longest. B rows, T positions. Column t
-    speaks of token t. Padding: token 0, mask False, log-prob and advantage 0."""
+    speaks of token t. Padding: token 0, mask False, log-prob and advantage 0, age unknown."""
 
     indices: tuple[int, ...]
     tokens_BT: Tensor  # int64
@@ -84,6 +89,7 @@ class MicroBatch:
     mask_BT: Tensor  # bool
     behaviour_logprobs_BT: Tensor  # float32, 0 where the mask is False
     advantages_BT: Tensor  # float32
+    ages_BT: Tensor  # int32
 
     def to(self, device: torch.device | str) -> MicroBatch:
         return MicroBatch(
@@ -93,14 +99,23 @@ class MicroBatch:
             mask_BT=self.mask_BT.to(device),
             behaviour_logprobs_BT=self.behaviour_logprobs_BT.to(device),
             advantages_BT=self.advantages_BT.to(device),
+            ages_BT=self.ages_BT.to(device),
         )
 
 
-def flatten(groups: Sequence[Group], weights: Weights | None = None) -> Rows:
-    """The rows of `groups`; tokens of versions that have weight 0 are not trained.
+def flatten(
+    groups: Sequence[Group],
+    weights: Weights | None = None,
+    *,
+    ages: Ages | None = None,
+    needs_behaviour: str | None = None,
+) -> Rows:
+    """The rows of `groups`; tokens of versions that have weight 0 are not trained. `ages`: of the
+    versions, where known. `needs_behaviour`: what reads the log-probs of the policy that sampled
+    (`algorithms.needs_behaviour`), None when nothing does.
 
-    BadTrajectory when a reward is not finite or a trained token lacks a finite behaviour
-    log-prob."""
+    BadTrajectory when a reward is not finite or, where something reads them, a trained token lacks
+    a finite behaviour log-prob or is of text, which no policy sampled."""
     found = [(index, t) for index, group in enumerate(groups) for t in group.trajectories]
     for _, trajectory in found:
         if not math.isfinite(trajectory.reward):
@@ -108,23 +123,41 @@ def flatten(groups: Sequence[Group], weights: Weights | None = None) -> Rows:
     return Rows(
         ids=tuple(t.trajectory_id for _, t in found),
         tokens=tuple(t.tokens for _, t in found),
-        masks=tuple(_trained(t, weights or {}) for _, t in found),
-        logprobs=tuple(t.logprobs for _, t in found),
+        masks=tuple(_trained(t, weights or {}, needs_behaviour) for _, t in found),
+        logprobs=tuple(_behaviour(t) for _, t in found),
         rewards=np.array([t.reward for _, t in found], np.float64),
         groups=np.array([index for index, _ in found], np.int64),
+        ages=tuple(row_ages(t, ages or {}) for _, t in found),
     )
 
 
-def _trained(trajectory: Trajectory, weights: Weights) -> NDArray[np.bool_]:
+def _behaviour(trajectory: Trajectory) -> NDArray[np.float32]:
+    if trajectory.behaviour == "text":  # whatever it carries, no policy drew it
+        return np.full(len(trajectory.tokens), np.nan, np.float32)
+    return trajectory.logprobs
+
+
+def _trained(
+    trajectory: Trajectory, weights: Weights, needs_behaviour: str | None
+) -> NDArray[np.bool_]:
     mask: NDArray[np.bool_] = trajectory.loss_mask != 0
     mask[:1] = False
     if weights:
         mask &= row_weights(trajectory, weights) > 0
+    if needs_behaviour is None:
+        return mask
+    if trajectory.behaviour == "text" and mask.any():
+        raise BadTrajectory(
+            trajectory.trajectory_id,
+            f"it is text, which no policy sampled, and {needs_behaviour} needs the log-probs of "
+            "one that did",
+        )
     bad = np.flatnonzero(mask & ~np.isfinite(trajectory.logprobs))
     if len(bad):
         raise BadTrajectory(
             trajectory.trajectory_id,
-            f"token {bad[0]} is trained but its log-prob is {trajectory.logprobs[bad[0]]}",
+            f"token {bad[0]} is trained but its log-prob is {trajectory.logprobs[bad[0]]}, which "
+            f"{needs_behaviour} needs",
         )
     return mask
 
@@ -171,12 +204,15 @@ def collate(
     tokens = np.zeros(shape, np.int64)
     mask = np.zeros(shape, np.bool_)
     logprobs, weights = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    ages = np.full(shape, UNKNOWN, np.int32)
     for b, i in enumerate(indices):
         length = len(rows.tokens[i])
         tokens[b, :length] = rows.tokens[i]
         mask[b, :length] = rows.masks[i]
         logprobs[b, :length] = np.where(rows.masks[i], rows.logprobs[i], 0)
         weights[b, :length] = advantages[i]
+        if rows.ages is not None:
+            ages[b, :length] = rows.ages[i]
     return MicroBatch(
         indices=tuple(indices),
         tokens_BT=torch.from_numpy(tokens),
@@ -184,4 +220,5 @@ def collate(
         mask_BT=torch.from_numpy(mask),
         behaviour_logprobs_BT=torch.from_numpy(logprobs),
         advantages_BT=torch.from_numpy(weights),
+        ages_BT=torch.from_numpy(ages),
     )

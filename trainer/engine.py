@@ -38,6 +38,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
+import msgspec
 import numpy as np
 import torch.distributed as dist
 import transformers
@@ -50,9 +51,10 @@ from torch._C._distributed_c10d import HashStore
 from connectors import config as configuration
 from connectors import weights
 from connectors.weights.layout import Digester
+from operators.tracker import TrackerState
 from trainer.aggregation import row_weights
 from trainer.batches import MicroBatch, Rows, check_assignment, collate
-from trainer.corrections import proximal
+from trainer.corrections import k3, proximal
 from trainer.logprobs import PolicyModel
 from trainer.losses import policy_loss
 from trainer.state_copy import StateCopy
@@ -62,6 +64,7 @@ _log = logging.getLogger(__name__)
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TAG: Final = "engine"
+_TRACKER: Final = "tracker.pt"
 _TOKENIZER_FILES: Final = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "generation_config.json",
@@ -73,17 +76,22 @@ class StepResult:
     """metrics  finite numbers by name (one that is not finite is left out)
     skipped  None, "nan_gradient" or "no_tokens": then weights and optimizer state are as before
     seconds  "logprobs": forward passes, "update": backward passes and the optimizer
-    master_changed  whether the optimizer's own float32 weights are others than before"""
+    master_changed  whether the optimizer's own float32 weights are others than before
+    drift  if asked: KL(policy before the step || policy after it) a token, over the trained tokens
+           of the first micro-batch (k3); 0 where nothing stepped"""
 
     metrics: Mapping[str, float]
     skipped: str | None
     seconds: Mapping[str, float]
     master_changed: bool
+    drift: float | None = None
 
 
 class TrainingEngine:
-    """One model and its optimizer. Create one at a time in a process; `close` it before the
-    next."""
+    """One model and its optimizer. Create one at a time in a process; `close` it before the next.
+
+    tracker  values of prompts, which the caller keeps here: they are of a checkpoint, as the
+             weights are"""
 
     def __init__(
         self,
@@ -95,6 +103,7 @@ class TrainingEngine:
         """ConfigError for a setting this engine cannot run; FileNotFoundError for a missing model
         folder; ValueError for a model whose head it cannot reproduce."""
         _check_settings(trainer)
+        self.tracker = TrackerState()
         self._path = Path(model_path)
         if not (self._path / "config.json").is_file():
             raise FileNotFoundError(
@@ -127,10 +136,13 @@ class TrainingEngine:
         advantages: Sequence[NDArray[np.floating[Any]]],
         seed: int,
         trainer: configuration.Trainer | None = None,
+        *,
+        measure_drift: bool = False,
     ) -> StepResult:
         """One optimizer step on `rows`, cut into `micro_batches` of row indices
         (`batches.assign`); `advantages` holds one [T_i] array a row. `seed` is set before the first
         forward. `trainer`: the settings of this step, None for those the engine was made with.
+        `measure_drift`: by one forward more, after the optimizer.
 
         The loss is that of the whole step, however it is cut. ValueError when micro-batches do not
         cover the trained rows exactly once, or a value cannot be trained on."""
@@ -139,7 +151,7 @@ class TrainingEngine:
         self._set_optimizer(settings)
         torch.manual_seed(seed)
         if rows.num_trained == 0:
-            return self._skipped(rows, "no_tokens")
+            return self._skipped(rows, "no_tokens", 0.0 if measure_drift else None)
         weights_N = row_weights(
             rows.masks,
             settings.aggregation,
@@ -147,10 +159,11 @@ class TrainingEngine:
             samples=rows.samples,
             constant=settings.aggregation_constant,
         )
-        tally = Tally()
+        tally, start_BT = Tally(), None
         for indices in micro_batches:
             batch = collate(rows, indices, advantages).to(self._device)
-            loss = self._forward(batch, weights_N[list(indices)], tally, settings)
+            loss, logprobs_BT = self._forward(batch, weights_N[list(indices)], tally, settings)
+            start_BT = logprobs_BT if start_BT is None else start_BT
             started = time.perf_counter()
             self._engine.backward(loss)
             tally.seconds["update"] += time.perf_counter() - started
@@ -160,6 +173,11 @@ class TrainingEngine:
         tally.seconds["update"] += time.perf_counter() - started
         if applied:
             tally.metrics["grad_norm"] = float(self._engine.get_global_grad_norm())
+        drift = None
+        if measure_drift and start_BT is not None:
+            first = collate(rows, micro_batches[0], advantages).to(self._device)
+            drift = self._drift(first, start_BT) if applied else 0.0
+            tally.metrics["kl/update"] = drift
         metrics = tally.summary() | row_metrics(rows, len(micro_batches))
         metrics["learning_rate"] = float(self._engine.get_lr()[0])
         return StepResult(
@@ -167,7 +185,13 @@ class TrainingEngine:
             skipped=None if applied else "nan_gradient",
             seconds=tally.seconds,
             master_changed=self._master_digest() != before,
+            drift=drift,
         )
+
+    @torch.no_grad()
+    def _drift(self, batch: MicroBatch, before_BT: Tensor) -> float:
+        after_BT, _ = self._engine.module(batch.tokens_BT, batch.position_ids_BT, batch.mask_BT)
+        return float(k3(after_BT - before_BT)[batch.mask_BT].mean(dtype=torch.float64))
 
     def _forward(
         self,
@@ -175,7 +199,7 @@ class TrainingEngine:
         weights_B: NDArray[np.float64],
         tally: Tally,
         settings: configuration.Trainer,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         started = time.perf_counter()
         logprobs_BT, entropy_BT = self._engine(
             batch.tokens_BT,
@@ -207,7 +231,7 @@ class TrainingEngine:
         gap_N = (logprobs_BT.detach() - batch.behaviour_logprobs_BT)[batch.mask_BT]
         tally.add(float(loss.item()), metrics, gap_N)
         tally.seconds["logprobs"] += time.perf_counter() - started
-        return loss
+        return loss, logprobs_BT.detach()
 
     def _set_optimizer(self, settings: configuration.Trainer) -> None:
         """A loaded checkpoint brings the settings of its time along."""
@@ -225,12 +249,13 @@ class TrainingEngine:
         self._engine.step()
         return bool(self._engine.was_step_applied())
 
-    def _skipped(self, rows: Rows, reason: str) -> StepResult:
+    def _skipped(self, rows: Rows, reason: str, drift: float | None) -> StepResult:
         return StepResult(
             metrics=row_metrics(rows, 0),
             skipped=reason,
             seconds={"logprobs": 0.0, "update": 0.0},
             master_changed=False,
+            drift=drift,
         )
 
     # ----------------------------------------------------------------------------------- weights
@@ -269,8 +294,8 @@ class TrainingEngine:
 
     # -------------------------------------------------------------------------------- checkpoint
     def capture(self, into: StateCopy | None = None) -> StateCopy:
-        """A copy of model, optimizer and random state, whose `write` gives what `load` reads;
-        `into` gives its memory."""
+        """A copy of model, optimizer, random state and tracker, whose `write` gives what `load`
+        reads; `into` gives its memory."""
         captured = into or StateCopy()
         captured.clear()
         stock, self._engine.checkpoint_engine = (
@@ -285,12 +310,13 @@ class TrainingEngine:
         if torch.cuda.is_available():
             state["cuda"] = torch.cuda.get_rng_state()
         captured.add(f"random_{dist.get_rank()}.pt", state)
+        captured.add(_TRACKER, msgspec.json.encode(self.tracker).decode())
         captured.wait()
         return captured
 
     def save(self, folder: Path) -> None:
-        """Model, optimizer and random state into `folder` (which exists), to be made atomic by the
-        caller."""
+        """Model, optimizer, random state and tracker into `folder` (which exists), to be made
+        atomic by the caller."""
         self.capture().write(folder)
 
     def load(self, folder: Path) -> None:
@@ -304,6 +330,8 @@ class TrainingEngine:
         torch.set_rng_state(state["cpu"])
         if torch.cuda.is_available() and "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"])
+        tracker = torch.load(folder / _TRACKER, weights_only=True)
+        self.tracker = msgspec.json.decode(tracker, type=TrackerState)
 
     def save_pretrained(self, folder: Path) -> None:
         """The model and its tokenizer as a Hugging Face folder."""

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from connectors.algorithms import estimator
+from connectors.algorithms import estimator, needs_behaviour
 from connectors.config import Config, Trainer
 from connectors.records import Group, Manifest, Trajectory
 from trainer import batches
@@ -86,11 +86,12 @@ def execute(
 ) -> Execution:
     """Trains one step on `groups`, in order, as `trainer` says. `micro_batches`: a manifest's, to
     execute it again; None cuts them by `trainer.max_tokens_per_microbatch`. `ages`: of the groups'
-    versions. `weights`: of tokens over age; each one's loss is multiplied by its own, what has 0 is
-    as if it were no token of the policy's."""
+    versions, read by `loglinear` and for the gap. `weights`: of tokens over age; each one's loss is
+    multiplied by its own, what has 0 is as if it were no token of the policy's."""
     weights = weights or {}
     samples = np.array([_sample(t) for t in _rows(groups)], np.int64)
-    rows = replace(batches.flatten(groups, weights), samples=samples)
+    rows = batches.flatten(groups, weights, ages=ages, needs_behaviour=_needs_behaviour(trainer))
+    rows = replace(rows, samples=samples)
     if micro_batches is None:
         micro_batches = batches.assign(rows, trainer.max_tokens_per_microbatch)
     advantages = _advantages(rows, trainer)
@@ -123,11 +124,20 @@ def _advantages(rows: batches.Rows, trainer: Trainer) -> list[NDArray[np.float64
     return found
 
 
-def untrainable(group: Group, advantage_name: str, vocabulary_size: int) -> str | None:
+def _needs_behaviour(trainer: Trainer) -> str | None:
+    return needs_behaviour(
+        loss=trainer.loss,
+        proximal=trainer.proximal,
+        correction=trainer.correction,
+        rejection=trainer.rejection,
+    )
+
+
+def untrainable(group: Group, trainer: Trainer, vocabulary_size: int) -> str | None:
     """Why `group` cannot be trained, or None: what the feed asks of each group before it may enter
     a step, so that a bad record closes its group instead of stopping the trainer."""
     try:
-        batches.flatten([group])
+        batches.flatten([group], needs_behaviour=_needs_behaviour(trainer))
     except batches.BadTrajectory as error:
         return str(error)
     for trajectory in group.trajectories:
@@ -140,11 +150,11 @@ def untrainable(group: Group, advantage_name: str, vocabulary_size: int) -> str 
             return f"{trajectory.trajectory_id} is no id of group {group.group_id}"
         if samples.setdefault(_sample(trajectory), trajectory.reward) != trajectory.reward:
             return f"branches of {trajectory.trajectory_id} differ in reward"
-    needs = estimator(advantage_name, {})
+    needs = estimator(trainer.advantage, {})
     if needs.needs_group and len(samples) < 2:
-        return f"{advantage_name} needs at least two trajectories a group, got {len(samples)}"
+        return f"{trainer.advantage} needs at least two trajectories a group, got {len(samples)}"
     if min(samples.values(), default=0.0) < needs.least:
-        return f"{advantage_name} needs rewards of at least {needs.least:g}"
+        return f"{trainer.advantage} needs rewards of at least {needs.least:g}"
     return None
 
 

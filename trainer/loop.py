@@ -83,9 +83,7 @@ def train(config: Config, run_dir: RunDir, stop: threading.Event | None = None) 
             epoch=recovered.epoch,
             batch_size=config.trainer.groups_per_step,
             group_size=max_group_size(config),
-            untrainable=lambda group: untrainable(
-                group, config.trainer.advantage, engine.vocabulary_size
-            ),
+            untrainable=lambda group: untrainable(group, config.trainer, engine.vocabulary_size),
             engines=lambda: run_dir.engine_urls(config),
             stalled=lambda text: stall.keep(run_dir, text),
         )

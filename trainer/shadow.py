@@ -99,9 +99,7 @@ def shadow(
             source,
             recovered,
             batch_size=config.trainer.groups_per_step,
-            untrainable=lambda group: untrainable(
-                group, config.trainer.advantage, engine.vocabulary_size
-            ),
+            untrainable=lambda group: untrainable(group, config.trainer, engine.vocabulary_size),
             at_end=None if follow else stop.set,
         )
         open_parts.callback(merge.close)

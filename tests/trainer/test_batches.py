@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connectors.records import Group, Origin, Prompt, Segment, Trajectory, Version
+from trainer.ages import UNKNOWN
 from trainer.batches import BadTrajectory, Rows, assign, check_assignment, collate, flatten
 
 
@@ -94,8 +96,43 @@ def test_tokens_of_versions_without_weight_are_not_trained() -> None:
 def test_a_trajectory_that_cannot_be_trained_is_named(bad: Trajectory, message: str) -> None:
     found = Group(group_id="a", prompt=Prompt(task="t", prompt="?"), trajectories=(bad,))
     with pytest.raises(BadTrajectory, match=message) as raised:
-        flatten([found])
+        flatten([found], needs_behaviour="correction 'tis'")
     assert raised.value.trajectory_id == "a/7"
+
+
+def test_text_and_lost_log_probs_are_trained_by_what_does_not_read_them() -> None:
+    lost = trajectory("a/0", [0, 1, 1], logprobs=[0, -1, float("nan")])
+    text = replace(trajectory("a/1", [0, 1, 1]), behaviour="text")
+    for bad, message in (
+        (lost, "a/0: token 2 is trained but its log-prob is nan, which proximal 'x' needs"),
+        (text, "a/1: it is text, which no policy sampled, and proximal 'x' needs"),
+    ):
+        found = Group(group_id="a", prompt=Prompt(task="t", prompt="?"), trajectories=(bad,))
+        with pytest.raises(BadTrajectory, match=message):
+            flatten([found], needs_behaviour="proximal 'x'")
+        rows = flatten([found])
+        assert rows.masks[0].tolist() == [False, True, True]
+    assert np.isnan(rows.logprobs[0]).all()  # of the text, whatever it says of itself
+    nothing = replace(text, loss_mask=np.zeros(3, np.int8))
+    kept = Group(group_id="a", prompt=Prompt(task="t", prompt="?"), trajectories=(nothing,))
+    assert flatten([kept], needs_behaviour="proximal 'x'").num_trained == 0
+
+
+def test_each_token_has_the_age_of_its_version() -> None:
+    segments = (Segment(1, 3, 0, 5), Segment(3, 4, 0, 7))
+    found = Group(
+        group_id="a",
+        prompt=Prompt(task="t", prompt="?"),
+        trajectories=(
+            trajectory("a/0", [0, 1, 1, 1], segments=segments),
+            trajectory("a/1", [0, 1]),
+        ),
+    )
+    rows = flatten([found], ages={Version(0, 5): 3, Version(0, 7): -1})
+    batch = collate(rows, (0, 1), [np.zeros(4), np.zeros(2)])
+    assert batch.ages_BT.tolist() == [[UNKNOWN, 3, 3, -1], [UNKNOWN] * 4]
+    unknown = collate(flatten([found]), (0,), [np.zeros(4)])
+    assert unknown.ages_BT.tolist() == [[UNKNOWN] * 4]
 
 
 def test_a_budget_by_hand() -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from connectors.config import ConfigError, Model, Trainer
+from operators.tracker import TrackerState, ValueTracker
 from tests.models import tiny_model
 from tests.trainer.training import PlainLoop, advantages_of, open_engine, random_rows, train
 from trainer.batches import Rows, assign
@@ -110,18 +111,22 @@ def test_train_six_is_train_three_restart_train_three_bit_for_bit(
     assert restarted.stdout.splitlines() == straight
 
 
-def test_a_checkpoint_brings_back_weights_optimizer_and_random_state(
+def test_a_checkpoint_brings_back_weights_optimizer_random_state_and_tracker(
     engine: TrainingEngine, tmp_path: Path
 ) -> None:
     train(engine, 0)
+    assert engine.tracker == TrackerState()
+    tracker = engine.tracker = ValueTracker().update(engine.tracker, "a", 0.1, label="task")
     engine.save(tmp_path)
     digest, state, drawn = engine.digest(), optimizer_state(engine), torch.rand(3)
     train(engine, 1)
+    engine.tracker = ValueTracker().update(engine.tracker, "b", 1 / 3)
     assert engine.digest() != digest
     engine.load(tmp_path)
     assert engine.digest() == digest
     assert all(map(torch.equal, optimizer_state(engine), state))
     assert torch.equal(torch.rand(3), drawn)
+    assert engine.tracker == tracker
     assert not (tmp_path / "latest").exists()
 
 
@@ -195,6 +200,37 @@ def test_a_step_without_a_trained_token_is_skipped(engine: TrainingEngine) -> No
     assert result.skipped == "no_tokens"
     assert result.metrics["rows/untrained"] == len(rows)
     assert engine.digest() == digest
+
+
+def test_the_drift_of_a_step_is_the_kl_of_the_policy_before_it_to_the_one_after(
+    model: Path,
+) -> None:
+    rows, plain = random_rows(0), PlainLoop(model)
+    micro_batches = assign(rows, 120)
+    before = plain.logprobs(rows, micro_batches[0])
+    plain.step(rows, advantages_of(rows))
+    log_ratio = plain.logprobs(rows, micro_batches[0]) - before
+    expected = float((np.exp(log_ratio) - 1 - log_ratio).mean())
+    digests = []
+    for measured in (True, True, False):
+        engine = open_engine(model)
+        done = engine.step(rows, micro_batches, advantages_of(rows), 0, measure_drift=measured)
+        digests.append((engine.digest(), done.drift, done.metrics.get("kl/update")))
+        engine.close()
+    assert digests[0] == digests[1]
+    assert digests[2] == (digests[0][0], None, None)
+    assert digests[0][1] == digests[0][2] == pytest.approx(expected, rel=0.02)
+    assert expected > 1e-6
+
+
+def test_a_step_that_changes_nothing_has_no_drift(engine: TrainingEngine) -> None:
+    rows = random_rows(0)
+    nan = [np.full(len(mask), 3e38) for mask in rows.masks]
+    done = engine.step(rows, assign(rows, 120), nan, 0, measure_drift=True)
+    assert (done.skipped, done.drift) == ("nan_gradient", 0.0)
+    rows = without_trained_tokens(rows)
+    done = engine.step(rows, assign(rows, 120), nan, 0, measure_drift=True)
+    assert (done.skipped, done.drift) == ("no_tokens", 0.0)
 
 
 def test_micro_batches_of_other_rows_are_refused(engine: TrainingEngine) -> None:

@@ -44,8 +44,8 @@ def group(*rows: Trajectory) -> Group:
 
 
 def test_a_whole_group_is_trainable() -> None:
-    assert untrainable(group(row(0), row(1, 0.0)), "grpo", 5) is None
-    assert untrainable(group(row(0), row("0/1"), row(1, 0.0)), "grpo", 5) is None
+    assert untrainable(group(row(0), row(1, 0.0)), Trainer(advantage="grpo"), 5) is None
+    assert untrainable(group(row(0), row("0/1"), row(1, 0.0)), Trainer(advantage="grpo"), 5) is None
 
 
 @pytest.mark.parametrize(
@@ -66,15 +66,15 @@ def test_a_whole_group_is_trainable() -> None:
 def test_a_group_that_would_stop_the_trainer_is_named_before_it_enters_a_step(
     bad: Group, why: str
 ) -> None:
-    reason = untrainable(bad, "grpo", 5)
+    reason = untrainable(bad, Trainer(advantage="grpo"), 5)
     assert reason is not None
     assert why in reason
 
 
 def test_what_is_trainable_follows_the_estimator() -> None:
-    assert untrainable(group(row(0)), "reinforce++", 5) is None
-    assert untrainable(group(row(0), row(1, -1.0)), "rloo", 5) is None
-    below = untrainable(group(row(0), row(1, -1.0)), "maxrl", 5)
+    assert untrainable(group(row(0)), Trainer(advantage="reinforce++"), 5) is None
+    assert untrainable(group(row(0), row(1, -1.0)), Trainer(advantage="rloo"), 5) is None
+    below = untrainable(group(row(0), row(1, -1.0)), Trainer(advantage="maxrl"), 5)
     assert below == "maxrl needs rewards of at least 0"
 
 

@@ -92,6 +92,17 @@ class PlainLoop:
         self.optimizer.step()
         return float(loss.item())
 
+    @torch.no_grad()
+    def logprobs(self, rows: Rows, chosen: Sequence[int]) -> NDArray[np.float64]:
+        """Of the trained tokens of the rows `chosen`, one after the other."""
+        found = []
+        for i in chosen:
+            tokens = torch.from_numpy(rows.tokens[i].astype(np.int64))[None]
+            logits = self.model(input_ids=tokens).logits[0, :-1].double() / TEMPERATURE
+            current = torch.log_softmax(logits, -1).gather(1, tokens[0, 1:, None])[:, 0]
+            found.append(current[torch.from_numpy(rows.masks[i][1:])].numpy())
+        return np.concatenate(found)
+
 
 def main(model: str, store_path: str, first: str, last: str) -> None:
     engine = open_engine(Path(model))
