@@ -6,57 +6,12 @@ imported, and for the trainer, whose functions a test holds to it.
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Number:
-    """A finite number in [least, most]; in (least, most] where it is `above`."""
-
-    default: float
-    least: float = -math.inf
-    most: float = math.inf
-    above: bool = False
-
-    def check(self, value: Any) -> str | None:
-        """The rule, if `value` breaks it."""
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            low = self.least < value if self.above else self.least <= value
-            if math.isfinite(value) and low and value <= self.most:
-                return None
-        rules = []
-        if math.isfinite(self.least):
-            rules.append(f"{'above' if self.above else 'of at least'} {self.least:g}")
-        if math.isfinite(self.most):
-            rules.append(f"at most {self.most:g}")
-        return f"must be a finite number {' and '.join(rules)}".rstrip()
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    default: bool
-
-    def check(self, value: Any) -> str | None:
-        """The rule, if `value` breaks it."""
-        return None if isinstance(value, bool) else "must be true or false"
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    default: str
-    known: tuple[str, ...]
-
-    def check(self, value: Any) -> str | None:
-        """The rule, if `value` breaks it."""
-        return None if value in self.known else f"must be one of {', '.join(self.known)}"
-
-
-Parameter = Number | Flag | Choice
-
+from connectors.parameters import Flag, Number, OneOf, Parameter, check, nearest
 
 Advantage = Literal[
     "grpo", "dr-grpo", "grpo-passk", "rloo", "leave-one-out", "maxrl", "opo", "gpg",
@@ -69,11 +24,14 @@ class Estimator:
     """An advantage estimator.
 
     needs_group  it compares the samples of one prompt and refuses a group of fewer than two
-    needs_value  it takes a baseline from outside (`values`), a number a sample
+    needs_value  it takes a baseline from outside (`values`), a number a sample, which a run tracks
+                 for each prompt
     per_token    each trained token has a return of its own; else a sample or a turn has one
     whitens      it normalises over the step's trained tokens and refuses fewer than two
     least        of a reward; less is refused
     parameters   by keyword, with their defaults
+    tracker      those of the values it takes (operators/tracker.py)
+    rule         the one over several of all these, if they break it
     """
 
     needs_group: bool = False
@@ -82,9 +40,28 @@ class Estimator:
     whitens: bool = False
     least: float = -math.inf
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    tracker: Mapping[str, Parameter] = field(default_factory=dict)
+    rule: Callable[[Mapping[str, Any]], str | None] = lambda given: None
 
 
-_EPSILON: Final = {"epsilon": Number(default=1e-6, least=0.0, above=True)}
+_TRACKER: Final[Mapping[str, Parameter]] = {
+    "half_life": Number(0.06, above=True),
+    "rho_min": Number(0.875, most=1.0),
+    "rho_max": Number(0.96, most=1.0),
+    "low": Number(0.0, least=-math.inf),
+    "high": Number(1.0, least=-math.inf),
+}
+
+
+def _tracker_rule(given: Mapping[str, Any]) -> str | None:
+    if given["rho_min"] > given["rho_max"]:
+        return f"rho_min must be at most rho_max ({given['rho_max']}), got {given['rho_min']}"
+    if given["low"] >= given["high"]:
+        return f"low must be below high ({given['high']}), got {given['low']}"
+    return None
+
+
+_EPSILON: Final = {"epsilon": Number(1e-6, above=True)}
 
 ESTIMATORS: Final[Mapping[str, Estimator]] = {
     "grpo": Estimator(needs_group=True, parameters=_EPSILON),
@@ -94,26 +71,37 @@ ESTIMATORS: Final[Mapping[str, Estimator]] = {
     "leave-one-out": Estimator(needs_group=True, parameters=_EPSILON),
     "maxrl": Estimator(needs_group=True, least=0.0, parameters=_EPSILON),
     "opo": Estimator(),
-    "gpg": Estimator(parameters={"f_norm": Number(default=1.0, least=0.0, above=True)}),
+    "gpg": Estimator(parameters={"f_norm": Number(1.0, above=True)}),
     "reinforce++": Estimator(
         per_token=True,
         whitens=True,
-        parameters={"gamma": Number(default=1.0, least=0.0, most=1.0)},
+        parameters={"gamma": Number(1.0, most=1.0)},
     ),
     "reinforce++-baseline": Estimator(whitens=True),
-    "spo": Estimator(needs_value=True),
+    "spo": Estimator(needs_value=True, tracker=_TRACKER, rule=_tracker_rule),
 }
 """By the name in `trainer.advantage`; each one's formula and paper: trainer/estimators.py."""
 
 
 def estimator(name: str, parameters: Mapping[str, Any]) -> Estimator:
-    """The one of that name, which takes these parameters. ValueError, one line, for an unknown name
-    or parameter (with the nearest known one) or a value that breaks its rule (with the rule)."""
+    """The one of that name, which takes these parameters, those of its tracker too. ValueError, one
+    line, for an unknown name or parameter (with the nearest known one) or a value that breaks its
+    rule (with the rule)."""
     found = ESTIMATORS.get(name)
     if found is None:
         raise ValueError(f"unknown advantage {name!r}{nearest(name, ESTIMATORS)}")
-    check_parameters(name, found.parameters, parameters)
+    known = {**found.parameters, **found.tracker}
+    _check(name, known, parameters)
+    if broken := found.rule({key: parameters.get(key, p.default) for key, p in known.items()}):
+        raise ValueError(f"{name}: {broken}")
     return found
+
+
+def _check(name: str, known: Mapping[str, Parameter], parameters: Mapping[str, Any]) -> None:
+    try:
+        check(known, parameters)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 Loss = Literal["ppo", "gspo", "cispo", "dppo", "reinforce", "imitation"]
@@ -143,23 +131,23 @@ class PolicyLoss:
 
 def _clip(low: float, high: float) -> dict[str, Parameter]:
     return {
-        "clip_low": Number(default=low, least=0.0, most=1.0, above=True),
-        "clip_high": Number(default=high, least=0.0, above=True),
+        "clip_low": Number(low, most=1.0, above=True),
+        "clip_high": Number(high, above=True),
     }
 
 
 LOSSES: Final[Mapping[str, PolicyLoss]] = {
     "ppo": PolicyLoss(
-        parameters={**_clip(0.2, 0.2), "dual_clip": Number(default=math.inf, least=1.0, above=True)}
+        parameters={**_clip(0.2, 0.2), "dual_clip": Number(math.inf, least=1.0, above=True)}
     ),
     "gspo": PolicyLoss(parameters=_clip(3e-4, 4e-4)),
     "cispo": PolicyLoss(parameters=_clip(1.0, 4.0)),
     "dppo": PolicyLoss(
         parameters={
-            "divergence": Choice("tv", ("tv", "kl")),
-            "limit_low": Number(default=0.2, least=0.0, above=True),
-            "limit_high": Number(default=0.2, least=0.0, above=True),
-            "ratio_cap": Number(default=20.0, least=1.0),
+            "divergence": OneOf(("tv", "kl"), "tv"),
+            "limit_low": Number(0.2, above=True),
+            "limit_high": Number(0.2, above=True),
+            "ratio_cap": Number(20.0, least=1.0),
         }
     ),
     "reinforce": PolicyLoss(reads_proximal=False),
@@ -173,7 +161,7 @@ def policy_loss(name: str, parameters: Mapping[str, Any]) -> PolicyLoss:
     found = LOSSES.get(name)
     if found is None:
         raise ValueError(f"unknown loss {name!r}{nearest(name, LOSSES)}")
-    check_parameters(name, found.parameters, parameters)
+    _check(name, found.parameters, parameters)
     return found
 
 
@@ -193,23 +181,3 @@ def needs_behaviour(
     if proximal in ("behaviour", "loglinear") and LOSSES[loss].reads_proximal:
         return f"proximal policy {proximal!r} of loss {loss!r}"
     return None
-
-
-def check_parameters(
-    name: str, known: Mapping[str, Parameter], parameters: Mapping[str, Any]
-) -> None:
-    """ValueError, one line, for a parameter that `name` does not know or a value it refuses."""
-    for key, value in parameters.items():
-        if key not in known:
-            raise ValueError(f"{name}: unknown parameter {key!r}{nearest(key, known)}")
-        if rule := known[key].check(value):
-            raise ValueError(f"{name}: {key} {rule}, got {value!r}")
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """', did you mean X?' for the closest of `known`, or else all of them."""
-    names = sorted(known)
-    if not names:
-        return ": it takes none"
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.4)
-    return f", did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"

@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -219,6 +220,24 @@ class Source(Section):
     limits: list[int] = []
 
 
+class Overlong(Section):
+    """DAPO's soft punishment of long samples: their reward falls linearly over the last `buffer`
+    tokens below `max_length`, by `penalty` there and beyond."""
+
+    max_length: int = Field(ge=1, le=_MOST_TOKENS)
+    """Generated tokens of a sample, over all its turns and branches."""
+    buffer: int = Field(ge=1, le=_MOST_TOKENS)
+    penalty: float = Field(1.0, ge=0)
+
+    @model_validator(mode="after")
+    def _within(self) -> Overlong:
+        if self.buffer > self.max_length:
+            raise ValueError(
+                f"buffer must be at most max_length ({self.max_length}), got {self.buffer}"
+            )
+        return self
+
+
 class Trainer(Section):
     num_ranks: int = Field(1, ge=1)
     num_gpus: float = Field(0, ge=0, le=1024)
@@ -228,7 +247,17 @@ class Trainer(Section):
     num_steps: int = Field(100, ge=1, le=_MOST_STEPS)
     advantage: Advantage = "grpo"
     advantage_parameters: dict[str, Any] = {}
-    """Of the advantage, under its own names."""
+    """Of the advantage, under its own names; of `spo` those of the values it tracks."""
+    credit: Literal["sample", "turn"] = "sample"
+    """What one advantage is given to: a whole `sample`, or each `turn` the policy took in it, by
+    what it and the turns after it earned."""
+    discount: float = Field(1.0, ge=0, le=1)
+    """Of what later turns earned, a turn, with credit = "turn"."""
+    filter_groups: bool = False
+    """Drop a group as `filtered`, when it arrives, where all its advantages are 0: it would take a
+    place in a step and teach nothing. Its prompt is replaced by the next one."""
+    overlong: Overlong | None = None
+    """Punish long samples; leave out to reward them as the task does."""
     loss: Loss = "ppo"
     loss_parameters: dict[str, Any] = {}
     """Of the loss, under its own names."""
@@ -278,7 +307,9 @@ class Trainer(Section):
     over gloo or NCCL; `auto`: memory where it can be shared, the group elsewhere."""
 
     def problem(self) -> str | None:
-        """What does not go together in the loss, by key."""
+        """What does not go together in the mathematics, by key."""
+        if (problem := self._credit_problem()) is not None:
+            return problem
         try:
             loss = policy_loss(self.loss, self.loss_parameters)
         except ValueError as error:
@@ -304,6 +335,28 @@ class Trainer(Section):
                 return f"{low}: must be at most {high} ({getattr(self, high)}), got " + str(
                     getattr(self, low)
                 )
+        return None
+
+    def _credit_problem(self) -> str | None:
+        name = self.advantage
+        try:
+            chosen = estimator(name, self.advantage_parameters)
+        except ValueError as error:
+            return f"advantage_parameters: {error}"
+        if self.credit == "turn" and chosen.per_token:
+            return f"credit: {name} credits each token, so it takes only 'sample', got 'turn'"
+        if self.discount != 1 and self.credit != "turn":
+            return f"discount: is of turns and needs credit = 'turn', got {self.discount}"
+        if self.filter_groups and (chosen.whitens or chosen.needs_value):
+            return (
+                f"filter_groups: the advantages of {name} are relative to the step, so no group "
+                "tells by itself whether it carries a signal"
+            )
+        if self.overlong is not None and chosen.least > -math.inf:
+            return (
+                f"overlong: {name} needs rewards of at least {chosen.least:g}, and a penalty may "
+                "bring them below"
+            )
         return None
 
 
@@ -381,15 +434,7 @@ class Config(Section):
                 raise ValueError(f"{key}: only {only!r} is available yet, got {value!r}")
         if (problem := self.trainer.problem()) is not None:
             raise ValueError(f"trainer.{problem}")
-        try:
-            chosen = estimator(self.trainer.advantage, self.trainer.advantage_parameters)
-        except ValueError as error:
-            raise ValueError(f"trainer.advantage_parameters: {error}") from error
-        if chosen.needs_value:
-            raise ValueError(
-                f"trainer.advantage: {self.trainer.advantage} needs a value of each prompt, "
-                "which a run does not track yet"
-            )
+        chosen = estimator(self.trainer.advantage, self.trainer.advantage_parameters)
         for name, task in self.tasks.items():
             if chosen.needs_group and task.group_size < 2:
                 raise ValueError(
@@ -491,7 +536,10 @@ def _nearest(location: tuple[int | str, ...]) -> str:
             break
         if str(part) in section.model_fields:
             kind = section.model_fields[str(part)].annotation
-            section = Task if kind == dict[str, Task] else kind
+            kinds = get_args(kind) or (kind,)  # of what may be left out, or a task's, by name
+            section = next(
+                (k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None
+            )
     known = [k for k in getattr(section, "model_fields", {}) if k != "base_dir"]
     close = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.4)
     return f", did you mean {close[0]}?" if close else f"; known here: {', '.join(known)}"

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from connectors.config import EngineSection, parse
+from connectors.parameters import REQUIRED
 from operators.staleness import PRESETS, policy_for
-from operators.staleness.preset import REQUIRED, RunShape
+from operators.staleness.preset import RunShape
 from tests.contract_table import DOCS, checks, listed, sentence
 from tests.vllm_gate import requires_vllm
 from trainer.staleness import configured_policy

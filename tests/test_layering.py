@@ -1,7 +1,9 @@
 """The layering, read from the source: who may import whom, and which file may import which library.
 
-connectors  nothing of ours                    pipelines  connectors, operators
-operators   connectors.records, engine types   trainer    connectors, operators.staleness
+connectors  nothing of ours
+operators   connectors.records, .parameters and .turns, engine types
+pipelines   connectors, operators
+trainer     connectors, operators.staleness and .tracker
 deploy      everything
 """
 
@@ -20,7 +22,13 @@ ROOMS = ("connectors", "operators", "pipelines", "trainer", "deploy")
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "connectors": ("connectors",),
-    "operators": ("operators", "connectors.records", "connectors.engines.types"),
+    "operators": (
+        "operators",
+        "connectors.engines.types",
+        "connectors.parameters",
+        "connectors.records",
+        "connectors.turns",
+    ),
     "pipelines": ("pipelines", "connectors", "operators"),
     "trainer": ("trainer", "connectors", "operators.staleness", "operators.tracker"),
     "deploy": (*ROOMS, "headwater"),

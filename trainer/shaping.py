@@ -10,27 +10,24 @@ from numpy.typing import ArrayLike, NDArray
 
 
 def overlong(
-    lengths: ArrayLike, *, max_length: int, overlong_buffer: int, overlong_penalty: float = 1.0
+    lengths: ArrayLike, *, max_length: int, buffer: int, penalty: float = 1.0
 ) -> NDArray[np.float64]:
-    """[N], what is added to each reward, in [-overlong_penalty, 0]: DAPO's soft overlong punishment
+    """[N], what is added to each reward, in [-penalty, 0]: DAPO's soft overlong punishment
     (arXiv:2503.14476).
 
-    lengths           [N], generated tokens
-    max_length        what is longer gets the whole penalty
-    overlong_buffer   the last tokens below it, over which the penalty grows linearly from 0
-    overlong_penalty  1 in the paper
+    lengths     [N], generated tokens
+    max_length  what is longer gets the whole penalty
+    buffer      the last tokens below it, over which the penalty grows linearly from 0
+    penalty     1 in the paper
 
     ValueError for a length below 0, a buffer outside [1, max_length] or a penalty below 0.
     """
     tokens: NDArray[Any] = np.asarray(lengths)
     if (tokens < 0).any():
         raise ValueError(f"lengths must be at least 0, got {tokens.min()}")
-    if not 1 <= overlong_buffer <= max_length:
-        raise ValueError(
-            f"overlong_buffer must be between 1 and max_length ({max_length}), "
-            f"got {overlong_buffer}"
-        )
-    if not (math.isfinite(overlong_penalty) and overlong_penalty >= 0):
-        raise ValueError(f"overlong_penalty must be at least 0, got {overlong_penalty}")
-    over = np.clip(tokens - (max_length - overlong_buffer), 0, overlong_buffer)
-    return -overlong_penalty * (over / overlong_buffer) + 0.0  # no negative zero
+    if not 1 <= buffer <= max_length:
+        raise ValueError(f"buffer must be between 1 and max_length ({max_length}), got {buffer}")
+    if not (math.isfinite(penalty) and penalty >= 0):
+        raise ValueError(f"penalty must be at least 0, got {penalty}")
+    over = np.clip(tokens - (max_length - buffer), 0, buffer)
+    return -penalty * (over / buffer) + 0.0  # no negative zero

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
+from connectors.parameters import Count, Number, Parameter, check
 from deploy.simulate.lengths import Lengths, Lognormal
-from operators.staleness.preset import MOST, Count, Number, Parameter, RunShape, check
+from operators.staleness.preset import MOST, RunShape
 
 MOST_TOKENS: Final = 10**9
 """Of a prompt or a trajectory: simulated tokens are 64-bit integers, and their sums must be."""
@@ -33,7 +34,7 @@ class Tools:
             self,
             turn_tokens=Count(least=1, most=MOST_TOKENS),
             chance=Number(most=1),
-            pause_s=Number(),
+            pause_s=Number(most=MOST),
         )
 
 
@@ -50,7 +51,7 @@ class Cohorts:
         _check(
             "cohorts",
             self,
-            factor=Number(positive=True),
+            factor=Number(above=True, most=MOST),
             num_batches=Count(),
             every=Count(least=1, optional=True),
         )
@@ -130,7 +131,7 @@ class _Times:
 
     def check(self, value: Any) -> str | None:
         several = value if isinstance(value, tuple) else (value,)
-        broken = (Number().check(time) for time in several)
+        broken = (Number(most=MOST).check(time) for time in several)
         return next(filter(None, broken), None) if several else "must hold at least one time"
 
 
@@ -139,18 +140,18 @@ _NUMBERS: Final[Mapping[str, Parameter]] = {
     "group_size": Count(least=1),
     "num_engines": Count(least=1),
     "num_slots": Count(least=1),
-    "token_s": Number(positive=True),
-    "token_s_per_sequence": Number(),
+    "token_s": Number(above=True, most=MOST),
+    "token_s_per_sequence": Number(most=MOST),
     "kv_tokens": Count(least=1, most=MOST, optional=True),
     "prompt_tokens": Count(most=MOST_TOKENS),
-    "prefill_tokens_per_s": Number(positive=True, optional=True),
+    "prefill_tokens_per_s": Number(above=True, most=MOST, optional=True),
     "reward_s": _Times(),
-    "train_s": Number(),
-    "train_s_per_token": Number(),
-    "publish_s": Number(),
+    "train_s": Number(most=MOST),
+    "train_s_per_token": Number(most=MOST),
+    "publish_s": Number(most=MOST),
     "slice_tokens": Count(least=1, most=MOST_TOKENS),
     "failure_rate": Number(most=1),
-    "time_cap_s": Number(positive=True, optional=True),
+    "time_cap_s": Number(above=True, most=MOST, optional=True),
 }
 
 

@@ -6,10 +6,10 @@ say what it takes (`operators.staleness.preset`).
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from connectors.parameters import REQUIRED, check, nearest
 from operators.staleness import (
     areal,
     deadline,
@@ -27,7 +27,7 @@ from operators.staleness import (
     verl,
     windowed_fifo,
 )
-from operators.staleness.preset import REQUIRED, Preset, RunShape, check
+from operators.staleness.preset import Preset, RunShape
 from operators.staleness.types import StalenessPolicy
 
 FAMILIES = (
@@ -58,9 +58,6 @@ def policy(name: str, /, **parameters: Any) -> StalenessPolicy[Any]:
     line, for an unknown name or parameter (with the nearest known one), a missing parameter, or
     values that break a rule (with the rule)."""
     preset = _preset(name)
-    for key in parameters:
-        if key not in preset.parameters:
-            raise ValueError(f"{name}: unknown parameter {key!r}{_nearest(key, preset.parameters)}")
     chosen = {key: parameters.get(key, p.default) for key, p in preset.parameters.items()}
     try:
         check(preset.parameters, parameters)
@@ -87,12 +84,5 @@ def policy_for(name: str, shape: RunShape, /, **parameters: Any) -> StalenessPol
 def _preset(name: str) -> Preset:
     preset = PRESETS.get(name)
     if preset is None:
-        raise ValueError(f"unknown staleness policy {name!r}{_nearest(name, PRESETS)}")
+        raise ValueError(f"unknown staleness policy {name!r}{nearest(name, PRESETS)}")
     return preset
-
-
-def _nearest(word: str, known: Mapping[str, Any]) -> str:
-    if not known:
-        return ": it takes none"
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
-    return f", did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"

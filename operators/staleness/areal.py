@@ -20,7 +20,8 @@ Source: AReaL's `StalenessManager` and `WorkflowExecutor`.
 
 from __future__ import annotations
 
-from operators.staleness.preset import MOST_STEPS, Count, Preset
+from connectors.parameters import Count
+from operators.staleness.preset import MOST_STEPS, Preset
 from operators.staleness.stateless import Stateless
 from operators.staleness.types import Choice, Ledger
 

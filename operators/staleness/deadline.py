@@ -50,10 +50,11 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
+from connectors.parameters import Count, CountOr, Number, OneOf
 from connectors.records import Cancel, Version
 from operators.staleness.feasible import plan
 from operators.staleness.pace import Pace, paced, started
-from operators.staleness.preset import MOST_STEPS, Count, CountOr, Number, OneOf, Preset
+from operators.staleness.preset import MOST_STEPS, Preset
 from operators.staleness.types import Choice, Event, Ledger, OpenGroup, Unit
 
 AtDeadline = Literal["wait", "mask", "drop", "reweight"]

@@ -34,9 +34,10 @@ from __future__ import annotations
 
 import msgspec
 
+from connectors.parameters import Count
 from connectors.records import Cancel, Version
 from operators.staleness.lineage import lag
-from operators.staleness.preset import MOST_STEPS, Count, Preset
+from operators.staleness.preset import MOST_STEPS, Preset
 from operators.staleness.types import (
     Arrived,
     Choice,

@@ -19,9 +19,10 @@ import bisect
 
 import msgspec
 
+from connectors.parameters import Count
 from connectors.records import Cancel, Version
 from operators.staleness.lineage import lag
-from operators.staleness.preset import MOST_STEPS, Count, Preset
+from operators.staleness.preset import MOST_STEPS, Preset
 from operators.staleness.types import (
     Announced,
     Choice,

@@ -40,9 +40,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from connectors.parameters import Count, Flag, Parameter
 from connectors.records import Cancel
 from operators.staleness.n_step_off import NStepOff, Slots
-from operators.staleness.preset import MOST_STEPS, Count, Flag, Parameter, Preset
+from operators.staleness.preset import MOST_STEPS, Preset
 from operators.staleness.stateless import Stateless
 from operators.staleness.types import Choice, Ledger, OpenGroup, StalenessPolicy
 

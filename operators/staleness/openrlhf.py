@@ -27,7 +27,8 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from operators.staleness.preset import MOST_STEPS, Count, Flag, Preset
+from connectors.parameters import Count, Flag
+from operators.staleness.preset import MOST_STEPS, Preset
 from operators.staleness.stateless import Stateless
 from operators.staleness.types import Choice, Ledger, Unit
 

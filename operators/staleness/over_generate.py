@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from connectors.parameters import Count, OneOf
 from connectors.records import Cancel
-from operators.staleness.preset import Count, OneOf, Preset
+from operators.staleness.preset import Preset
 from operators.staleness.stateless import Stateless
 from operators.staleness.types import Choice, Ledger
 

@@ -43,8 +43,9 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
+from connectors.parameters import Count
 from connectors.records import Cancel
-from operators.staleness.preset import MOST_STEPS, Count, Preset
+from operators.staleness.preset import MOST_STEPS, Preset
 from operators.staleness.types import (
     Arrived,
     Choice,

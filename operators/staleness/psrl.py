@@ -33,8 +33,9 @@ from collections import Counter
 
 import msgspec
 
+from connectors.parameters import Count, OneOf
 from connectors.records import Cancel, Version
-from operators.staleness.preset import MOST_STEPS, Count, OneOf, Preset
+from operators.staleness.preset import MOST_STEPS, Preset
 from operators.staleness.types import (
     Announced,
     Arrived,

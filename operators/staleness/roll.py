@@ -28,8 +28,9 @@ from __future__ import annotations
 
 import math
 
+from connectors.parameters import Count, Flag, Number
 from connectors.records import Cancel
-from operators.staleness.preset import MOST_STEPS, Count, Flag, Number, Preset
+from operators.staleness.preset import MOST_STEPS, Preset
 from operators.staleness.stateless import Stateless
 from operators.staleness.types import Choice, Ledger, OpenGroup
 

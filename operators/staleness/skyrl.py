@@ -21,7 +21,8 @@ Source: SkyRL's `FullyAsyncRayPPOTrainer`.
 
 from __future__ import annotations
 
-from operators.staleness.preset import MOST_STEPS, Count, Preset
+from connectors.parameters import Count
+from operators.staleness.preset import MOST_STEPS, Preset
 from operators.staleness.stateless import Stateless
 from operators.staleness.types import Choice, Ledger
 

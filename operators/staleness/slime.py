@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import math
 
-from operators.staleness.preset import MOST_COUNT, Count, Number, Preset
+from connectors.parameters import Count, Number
+from operators.staleness.preset import MOST_COUNT, Preset
 from operators.staleness.stateless import Stateless
 from operators.staleness.types import Ledger
 
@@ -53,7 +54,7 @@ PRESETS = {
             "sglang_server_concurrency": Count(default=512, least=1),
             "num_engines": Count(least=1),
             "n_samples_per_prompt": Count(least=1),
-            "fully_async_group_prefetch_factor": Number(default=1, most=MOST_COUNT, positive=True),
+            "fully_async_group_prefetch_factor": Number(default=1, most=MOST_COUNT, above=True),
         },
         from_run={
             "num_engines": lambda shape: shape.num_engines,

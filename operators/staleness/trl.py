@@ -24,7 +24,8 @@ Source: TRL's `experimental.async_grpo`.
 
 from __future__ import annotations
 
-from operators.staleness.preset import MOST_STEPS, Count, OneOf, Preset
+from connectors.parameters import Count, OneOf
+from operators.staleness.preset import MOST_STEPS, Preset
 from operators.staleness.stateless import Stateless
 from operators.staleness.types import Choice, Ledger, Unit
 

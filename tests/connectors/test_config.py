@@ -50,8 +50,44 @@ def config_file(tmp_path: Path, text: str) -> Path:
             "trainer.advantage_parameters: gpg: f_norm must be a finite number above 0, got 0",
         ),
         (
-            "[trainer]\nadvantage = 'spo'",
-            "trainer.advantage: spo needs a value of each prompt, which a run does not track yet",
+            "[trainer]\nadvantage = 'spo'\nadvantage_parameters = {half_live = 0.1}",
+            "advantage_parameters: spo: unknown parameter 'half_live', did you mean 'half_life'?",
+        ),
+        (
+            "[trainer]\nadvantage = 'spo'\nadvantage_parameters = {half_life = 0}",
+            "advantage_parameters: spo: half_life must be a finite number above 0, got 0",
+        ),
+        (
+            "[trainer]\nadvantage = 'spo'\nadvantage_parameters = {rho_min = 0.97}",
+            "advantage_parameters: spo: rho_min must be at most rho_max (0.96), got 0.97",
+        ),
+        (
+            "[trainer]\nadvantage = 'spo'\nadvantage_parameters = {low = 1}",
+            "advantage_parameters: spo: low must be below high (1.0), got 1",
+        ),
+        (
+            "[trainer]\nadvantage = 'reinforce++'\ncredit = 'turn'",
+            "trainer.credit: reinforce++ credits each token, so it takes only 'sample', got 'turn'",
+        ),
+        (
+            "[trainer]\ndiscount = 0.9",
+            "trainer.discount: is of turns and needs credit = 'turn', got 0.9",
+        ),
+        (
+            "[trainer]\ncredit = 'turn'\ndiscount = 1.1",
+            "trainer.discount: input should be less than or equal to 1, got 1.1",
+        ),
+        (
+            "[trainer.overlong]\nmax_length = 8\nbuffer = 9",
+            "trainer.overlong: buffer must be at most max_length (8), got ",
+        ),
+        (
+            "[trainer.overlong]\nmax_length = 8\nbufer = 9",
+            "unknown key trainer.overlong.bufer, did you mean buffer?",
+        ),
+        (
+            "[trainer]\nadvantage = 'maxrl'\noverlong = {max_length = 8, buffer = 4}",
+            "trainer.overlong: maxrl needs rewards of at least 0, and a penalty may bring them bel",
         ),
         (
             "[trainer]\nlearning_rate = inf",

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from connectors.parameters import Count, CountOr, Number
 from connectors.records import Coordinate
 from operators.staleness import PRESETS, policy, policy_for
-from operators.staleness.preset import MOST_COUNT, MOST_STEPS, Count, CountOr, Number, RunShape
+from operators.staleness.preset import MOST_COUNT, MOST_STEPS, RunShape
 from operators.staleness.types import Choice
 from tests.operators.policy_run import Run, v
 from trainer.feed_state import fresh

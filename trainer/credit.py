@@ -1,0 +1,153 @@
+"""Credit: what each trained token of a step is held to have earned.
+
+    groups ──▶ samples, rewards shaped, rewards placed at tokens, turns ──▶ trainer.advantages
+
+A sample is what was sampled once: all its branches, `GROUP/k` and `GROUP/k/branch`. Its unit of
+credit is itself or, with `credit = "turn"`, each of its turns (connectors/turns.py). A trajectory's
+`rewards` are parts of its `reward`, earned at their tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from connectors.algorithms import estimator
+from connectors.config import Trainer
+from connectors.records import Group, Trajectory
+from connectors.turns import turns_of
+from trainer import batches
+from trainer.advantages import advantage
+from trainer.overdue import Weights, row_weights
+from trainer.shaping import overlong
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def advantages(
+    groups: Sequence[Group],
+    rows: batches.Rows,
+    trainer: Trainer,
+    *,
+    weights: Weights | None = None,
+    values: Floats | None = None,
+) -> list[Floats]:
+    """Of every token, [T_i] a row; 0 where a row's mask is. `rows` are those of `groups`. `values`:
+    [N], the baseline of each row's prompt. `weights`: of tokens over age; a token's advantage is
+    multiplied by its own, and with it a policy gradient's loss.
+
+    ValueError, naming the row or group, for what the estimator refuses; a step that is whole gives
+    none where `too_few` gives None and `untrainable` refused no group of it."""
+    chosen = estimator(trainer.advantage, trainer.advantage_parameters)
+    if rows.num_trained == 0:
+        return [np.zeros(len(mask)) for mask in rows.masks]
+    found: list[Floats] = advantage(
+        trainer.advantage,
+        rewards=rows.rewards + _penalties(groups, trainer),
+        groups=rows.groups,
+        mask=rows.masks,
+        samples=samples_of(groups),
+        token_rewards=[_placed(t) for t in trajectories(groups)],
+        turns=_turns(groups) if trainer.credit == "turn" else None,
+        discount=trainer.discount,
+        values=values,
+        row_names=rows.ids,
+        **{k: v for k, v in trainer.advantage_parameters.items() if k in chosen.parameters},
+    )
+    if weights:
+        of_rows = (row_weights(t, weights) for t in trajectories(groups))
+        found = [of_row * a for of_row, a in zip(of_rows, found, strict=True)]
+    return found
+
+
+def alone(group: Group, trainer: Trainer) -> list[Floats]:
+    """As `advantages`, of a step of this group alone. Where an estimator compares the samples of a
+    group only, that says whether the group carries any signal."""
+    return advantages([group], batches.flatten([group]), trainer)
+
+
+def no_signal(group: Group, trainer: Trainer) -> bool:
+    """Whether `trainer.filter_groups` drops it: every token's advantage is 0."""
+    return trainer.filter_groups and not any(row.any() for row in alone(group, trainer))
+
+
+def too_few(groups: Sequence[Group], rows: batches.Rows, trainer: Trainer) -> str | None:
+    """Why a step of these has no advantages, or None: an estimator that normalises over the step
+    needs two of what it normalises over."""
+    chosen = estimator(trainer.advantage, {})
+    if rows.num_trained == 0:
+        return "no_tokens"
+    if chosen.whitens and rows.num_trained == 1:
+        return "one_token"
+    if chosen.needs_value and _num_units(groups, trainer) < 2:
+        return "one_sample"
+    return None
+
+
+def trajectories(groups: Sequence[Group]) -> Iterator[Trajectory]:
+    """A step's rows, in order."""
+    return (trajectory for group in groups for trajectory in group.trajectories)
+
+
+def is_sample(trajectory: Trajectory) -> bool:
+    """Whether its id is one of its group."""
+    parts = trajectory.trajectory_id.removeprefix(trajectory.group_id).split("/")
+    return parts[0] == "" and len(parts) in (2, 3) and all(p.isdecimal() for p in parts[1:])
+
+
+def sample_of(trajectory: Trajectory) -> int:
+    """k of `GROUP/k` or `GROUP/k/branch`."""
+    return int(trajectory.trajectory_id.removeprefix(trajectory.group_id + "/").split("/")[0])
+
+
+def samples_of(groups: Sequence[Group]) -> Ints:
+    """[N], the sample of each row within its group."""
+    return np.array([sample_of(t) for t in trajectories(groups)], np.int64)
+
+
+def _penalties(groups: Sequence[Group], trainer: Trainer) -> Floats:
+    """[N], what a sample's length adds to its reward."""
+    rule = trainer.overlong
+    if rule is None:
+        return np.zeros(sum(len(group.trajectories) for group in groups))
+    generated: Counter[tuple[int, int]] = Counter()
+    keys = [(g, sample_of(t)) for g, group in enumerate(groups) for t in group.trajectories]
+    for key, trajectory in zip(keys, trajectories(groups), strict=True):
+        generated[key] += int(np.count_nonzero(trajectory.loss_mask))
+    return overlong(
+        [generated[key] for key in keys],
+        max_length=rule.max_length,
+        buffer=rule.buffer,
+        penalty=rule.penalty,
+    )
+
+
+def _placed(trajectory: Trajectory) -> Floats:
+    """[T], the part of the reward that each token earned."""
+    placed = np.zeros(len(trajectory.tokens))
+    for token, value, _ in trajectory.rewards:
+        placed[token] += value
+    return placed
+
+
+def _turns(groups: Sequence[Group]) -> list[Ints]:
+    """[T_i] a row: the turn of its sample that each token belongs to."""
+    found: list[Ints] = []
+    for group in groups:
+        rows = group.trajectories
+        samples = [sample_of(t) for t in rows]
+        of_sample = {
+            k: iter(turns_of(t.loss_mask for t in rows if sample_of(t) == k)) for k in set(samples)
+        }
+        found += [next(of_sample[k]) for k in samples]
+    return found
+
+
+def _num_units(groups: Sequence[Group], trainer: Trainer) -> int:
+    if trainer.credit == "turn":
+        return sum(len(np.unique(of[of >= 0])) for of in _turns(groups))
+    return sum(len({sample_of(t) for t in group.trajectories}) for group in groups)
