@@ -167,6 +167,7 @@ def test_the_command_answers_with_one_object(
     assert (to / "config.json").is_file()
     assert "line 5: not_chat" in err
     assert "1 rows left out: not_chat 1" in err
+    assert "model shards" not in err  # transformers' bar beside ours
     assert main(command) == 2
     assert "no empty folder" in capfd.readouterr().err
 
