@@ -48,8 +48,8 @@ _TRACKER: Final[Mapping[str, Parameter]] = {
     "half_life": Number(0.06, above=True),
     "rho_min": Number(0.875, most=1.0),
     "rho_max": Number(0.96, most=1.0),
-    "low": Number(0.0, least=-math.inf),
-    "high": Number(1.0, least=-math.inf),
+    "low": Number(0.0, least=-1e12, most=1e12),
+    "high": Number(1.0, least=-1e12, most=1e12),
 }
 
 

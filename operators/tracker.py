@@ -7,9 +7,16 @@ and lets old evidence fade as the policy moves away from the one that gathered i
     rho     2 ** (-D / half_life) within [rho_min, rho_max], D the KL since the prompt's last reward
     alpha <- rho * alpha + r        beta <- rho * beta + (1 - r)
 
-A prompt never seen has alpha = beta = 1/2. The tracker is a pure fold like a staleness policy:
-rules here, state outside, JSON in and out without the loss of a bit. It also scores its own
-predictions, each against the reward that came after it, by labels of the caller's choice.
+A prompt never seen has alpha = beta = 1/2.
+
+D is not measured between those two policies, of which the older is gone, but from the path between
+them: the KL is half the squared distance in the Fisher metric to second order, and no distance is
+longer than a path, so the sum of sqrt(KL) over the steps, squared, bounds it from above. The sum of
+the KLs would not: of n equal steps in one direction it is the n-th part of the whole.
+
+The tracker is a pure fold like a staleness policy: rules here, state outside, JSON in and out
+without the loss of a bit. It also scores its own predictions, each against the reward that came
+after it, by labels of the caller's choice.
 """
 
 from __future__ import annotations
@@ -17,15 +24,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
+from typing import Final
 
 import msgspec
 
+MOST_PROMPTS: Final = 1_000_000
+"""What is kept: beyond it the prompt whose last reward is the oldest is forgotten, that is, has
+the value of one never seen."""
+FARTHEST: Final = 1e6
+"""KL of a step that moved the policy out of all bounds: no evidence before it is worth more than
+rho_min."""
+
 
 class Belief(msgspec.Struct, frozen=True, array_like=True):
-    """The counts of a Beta distribution."""
+    """The counts of a Beta distribution. `at`: how far the policy had come at the last reward."""
 
     alpha: float = 0.5
     beta: float = 0.5
+    at: float = 0.0
 
     @property
     def mean(self) -> float:
@@ -52,29 +69,27 @@ class Score(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TrackerState(msgspec.Struct, frozen=True):
-    """beliefs by prompt; scores by label."""
+    """beliefs  by prompt, the one whose last reward is the oldest first
+    scores   by label
+    length   of the policy's path: how far it has come
+    """
 
     beliefs: dict[str, Belief] = {}
     scores: dict[str, Score] = {}
+    length: float = 0.0
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """One reward of one prompt.
-
-    kl     of the policy that earned it from the one that earned the prompt's last, at least 0; 0
-           for a prompt never seen
-    label  whose score the prediction counts in; None: nobody's
-    """
+    """One reward of one prompt. `label`: whose score the prediction counts in; None: nobody's."""
 
     key: str
     reward: float
-    kl: float = 0.0
     label: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueTracker:
-    """The rules; the defaults are the paper's.
+    """The rules; the defaults are the paper's, what each may be says connectors/algorithms.py.
 
     half_life          the KL after which evidence counts half
     rho_min, rho_max   evidence counts at least and at most so much after each reward, so a belief
@@ -88,17 +103,6 @@ class ValueTracker:
     low: float = 0.0
     high: float = 1.0
 
-    def __post_init__(self) -> None:
-        if not 0 < self.half_life < math.inf:
-            raise ValueError(f"half_life must be above 0, got {self.half_life}")
-        if not 0 <= self.rho_min <= self.rho_max <= 1:
-            raise ValueError(
-                "0 <= rho_min <= rho_max <= 1 must hold, "
-                f"got rho_min = {self.rho_min}, rho_max = {self.rho_max}"
-            )
-        if not -math.inf < self.low < self.high < math.inf:
-            raise ValueError(f"low must be below high, got {self.low}, {self.high}")
-
     def start(self) -> TrackerState:
         """Nothing seen."""
         return TrackerState()
@@ -108,34 +112,23 @@ class ValueTracker:
         return self.low + state.beliefs.get(key, Belief()).mean * (self.high - self.low)
 
     def rho(self, kl: float) -> float:
-        """How much earlier evidence still counts; ValueError for a KL below 0 or not finite."""
-        if not 0 <= kl < math.inf:
-            raise ValueError(f"the KL must be finite and at least 0, got {kl}")
+        """How much earlier evidence still counts."""
         return min(max(math.pow(2.0, -kl / self.half_life), self.rho_min), self.rho_max)
 
-    def update(
-        self,
-        state: TrackerState,
-        key: str,
-        reward: float,
-        kl: float = 0.0,
-        label: str | None = None,
-    ) -> TrackerState:
-        """`state` with one reward more; ValueError for a reward outside [low, high]."""
-        return self.update_all(state, [Observation(key=key, reward=reward, kl=kl, label=label)])
-
-    def update_all(self, state: TrackerState, observations: Iterable[Observation]) -> TrackerState:
-        """As `update` of each in turn, and the state is copied once."""
+    def update(self, state: TrackerState, observations: Iterable[Observation]) -> TrackerState:
+        """`state` with these rewards more, one by one; ValueError for one outside [low, high]."""
         beliefs, scores = dict(state.beliefs), dict(state.scores)
         for seen in observations:
-            before = beliefs.get(seen.key, Belief())
-            reward, rho = self._mapped(seen), self.rho(seen.kl)
+            before = beliefs.pop(seen.key, Belief(at=state.length))
+            reward, rho = self._mapped(seen), self.rho((state.length - before.at) ** 2)
             if seen.label is not None:
                 scores[seen.label] = _scored(scores.get(seen.label, Score()), before.mean - reward)
             beliefs[seen.key] = Belief(
-                rho * before.alpha + reward, rho * before.beta + (1.0 - reward)
+                rho * before.alpha + reward, rho * before.beta + (1.0 - reward), state.length
             )
-        return TrackerState(beliefs, scores)
+        for key in list(islice(beliefs, max(0, len(beliefs) - MOST_PROMPTS))):
+            del beliefs[key]
+        return TrackerState(beliefs, scores, state.length)
 
     def _mapped(self, seen: Observation) -> float:
         if not self.low <= seen.reward <= self.high:
@@ -144,6 +137,13 @@ class ValueTracker:
                 f"got {seen.reward}"
             )
         return (seen.reward - self.low) / (self.high - self.low)
+
+
+def moved(state: TrackerState, drift: float) -> TrackerState:
+    """After a step that moved the policy by so much: the KL of the policy before it from the one
+    after it, mean a token. Below 0 (an estimate may be, by rounding) it is none."""
+    kl = drift if drift < FARTHEST else FARTHEST  # of what is no number too
+    return TrackerState(state.beliefs, state.scores, state.length + math.sqrt(max(kl, 0.0)))
 
 
 def _scored(score: Score, error: float) -> Score:

@@ -51,7 +51,7 @@ def advantage(
                    all turns of its samples
     values         [N]: the baseline of each row, for estimators that need one
     row_names      [N]: named in errors beside the row's number
-    parameters     the estimator's own
+    parameters     the estimator's own; those of the tracker its values come from play no part
 
     Answers in the kind (numpy or torch) of `mask` and the float type of `rewards`.
     ValueError, naming the row or group: an unknown estimator or parameter, lengths that disagree, a
@@ -78,7 +78,7 @@ def advantage(
     rows.check()
     _check_usable(name, chosen, rows)
     parts = rows.parts(None if token_rewards is None else _rows_of(token_rewards, np.float64))
-    own = dict(parameters)
+    own = {key: parameters[key] for key in chosen.parameters.keys() & parameters.keys()}
     if chosen.per_token:
         default = chosen.parameters["gamma"].default
         units, unit_of_token = of_tokens(rows, parts, own.pop("gamma", default))

@@ -42,7 +42,6 @@ def advantages(
 
     ValueError, naming the row or group, for what the estimator refuses; a step that is whole gives
     none where `too_few` gives None and `untrainable` refused no group of it."""
-    chosen = estimator(trainer.advantage, trainer.advantage_parameters)
     if rows.num_trained == 0:
         return [np.zeros(len(mask)) for mask in rows.masks]
     found: list[Floats] = advantage(
@@ -56,7 +55,7 @@ def advantages(
         discount=trainer.discount,
         values=values,
         row_names=rows.ids,
-        **{k: v for k, v in trainer.advantage_parameters.items() if k in chosen.parameters},
+        **trainer.advantage_parameters,
     )
     if weights:
         of_rows = (row_weights(t, weights) for t in trajectories(groups))

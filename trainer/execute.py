@@ -3,32 +3,31 @@ and metrics out. A function of (engine state, groups, micro-batches, seed) and t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from connectors.algorithms import estimator, needs_behaviour
-from connectors.config import Config, Trainer
-from connectors.records import Group, Manifest, Trajectory
-from trainer import batches
-from trainer.advantages import advantage
+from connectors.config import Config, Overlong, Trainer
+from connectors.records import Group, Manifest
+from trainer import batches, credit, values
 from trainer.ages import Ages
 from trainer.engine import TrainingEngine
-from trainer.overdue import Weights, counts, row_weights
+from trainer.overdue import Weights, counts
 
 SETTINGS: Final = (
-    "advantage", "advantage_parameters", "loss", "loss_parameters", "aggregation",
-    "aggregation_constant", "correction", "correction_level", "correction_low", "correction_cap",
-    "proximal", "rejection", "rejection_level", "rejection_low", "rejection_high",
-    "entropy_coefficient", "kl_coefficient", "kl", "num_minibatches", "learning_rate",
-    "weight_decay", "max_grad_norm",
+    "advantage", "advantage_parameters", "credit", "discount", "overlong", "loss",
+    "loss_parameters", "aggregation", "aggregation_constant", "correction", "correction_level",
+    "correction_low", "correction_cap", "proximal", "rejection", "rejection_level",
+    "rejection_low", "rejection_high", "entropy_coefficient", "kl_coefficient", "kl",
+    "num_minibatches", "learning_rate", "weight_decay", "max_grad_norm",
 )  # fmt: skip
 """Keys of `[trainer]` that a step's weights depend on; recorded in its manifest."""
-_TABLES: Final = ("advantage_parameters", "loss_parameters")
+_TABLES: Final = ("advantage_parameters", "loss_parameters", "overlong")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +69,12 @@ def recorded(trainer: Trainer, manifest: Manifest) -> Trainer:
 
 
 def _text(value: Any) -> float | str:
-    """A table as JSON: a manifest holds numbers and text."""
-    return msgspec.json.encode(value).decode() if isinstance(value, dict) else value
+    """A table, or none, as JSON: a manifest holds numbers and text."""
+    if isinstance(value, float | int | str):
+        return value
+    return msgspec.json.encode(
+        value.model_dump() if isinstance(value, Overlong) else value
+    ).decode()
 
 
 def execute(
@@ -89,39 +92,31 @@ def execute(
     versions, read by `loglinear` and for the gap. `weights`: of tokens over age; each one's loss is
     multiplied by its own, what has 0 is as if it were no token of the policy's."""
     weights = weights or {}
-    samples = np.array([_sample(t) for t in _rows(groups)], np.int64)
     rows = batches.flatten(groups, weights, ages=ages, needs_behaviour=_needs_behaviour(trainer))
-    rows = replace(rows, samples=samples)
+    rows = replace(rows, samples=credit.samples_of(groups))
+    too_few = credit.too_few(groups, rows, trainer)
+    if too_few is not None:  # so that the engine trains none of it
+        rows = replace(rows, masks=tuple(np.zeros_like(mask) for mask in rows.masks))
     if micro_batches is None:
-        micro_batches = batches.assign(rows, trainer.max_tokens_per_microbatch)
-    advantages = _advantages(rows, trainer)
-    if any(weights.values()):  # a policy gradient's loss is proportional to the advantage
-        advantages = [
-            a * row_weights(t, weights) for a, t in zip(advantages, _rows(groups), strict=True)
-        ]
-    result = engine.step(rows, micro_batches, advantages, seed, trainer)
+        micro_batches = batches.assign(
+            rows, trainer.max_tokens_per_microbatch, trainer.num_minibatches
+        )
+    tracker, before = values.tracker_of(trainer), engine.tracker
+    baselines = None if tracker is None else values.values(tracker, before, groups)
+    advantages = credit.advantages(groups, rows, trainer, weights=weights, values=baselines)
+    drifts = tracker is not None
+    result = engine.step(rows, micro_batches, advantages, seed, trainer, measure_drift=drifts)
+    metrics = {**result.metrics, **counts(groups, weights)}
+    if tracker is not None:
+        engine.tracker = values.learnt(tracker, before, groups, result.drift or 0.0)
+        metrics |= values.metrics(tracker, before, engine.tracker, groups)
     seconds = {f"seconds/{name}": value for name, value in result.seconds.items()}
     return Execution(
         micro_batches=tuple(tuple(batch) for batch in micro_batches),
-        skipped=result.skipped,
-        metrics={**result.metrics, **counts(groups, weights), **seconds},
+        skipped=too_few or result.skipped,
+        metrics={**metrics, **seconds},
         master_changed=result.master_changed,
     )
-
-
-def _advantages(rows: batches.Rows, trainer: Trainer) -> list[NDArray[np.float64]]:
-    if rows.num_trained == 0:  # the engine skips such a step
-        return [np.zeros(len(mask)) for mask in rows.masks]
-    found: list[NDArray[np.float64]] = advantage(
-        trainer.advantage,
-        rewards=rows.rewards,
-        groups=rows.groups,
-        mask=rows.masks,
-        samples=rows.samples,
-        row_names=rows.ids,
-        **trainer.advantage_parameters,
-    )
-    return found
 
 
 def _needs_behaviour(trainer: Trainer) -> str | None:
@@ -144,29 +139,37 @@ def untrainable(group: Group, trainer: Trainer, vocabulary_size: int) -> str | N
         tokens = trajectory.tokens
         if len(tokens) == 0 or tokens.min() < 0 or tokens.max() >= vocabulary_size:
             return f"{trajectory.trajectory_id}: no tokens, or ids outside [0, {vocabulary_size})"
+        for token, reward, name in trajectory.rewards:
+            if not (0 <= token < len(tokens) and math.isfinite(reward)):
+                return (
+                    f"{trajectory.trajectory_id}: its reward {name!r} is {reward} at token {token}"
+                )
     samples: dict[int, float] = {}
     for trajectory in group.trajectories:
-        if not _is_sample(trajectory):
+        if not credit.is_sample(trajectory):
             return f"{trajectory.trajectory_id} is no id of group {group.group_id}"
-        if samples.setdefault(_sample(trajectory), trajectory.reward) != trajectory.reward:
+        k, reward = credit.sample_of(trajectory), trajectory.reward
+        if samples.setdefault(k, reward) != reward:
             return f"branches of {trajectory.trajectory_id} differ in reward"
-    needs = estimator(trainer.advantage, {})
-    if needs.needs_group and len(samples) < 2:
-        return f"{trainer.advantage} needs at least two trajectories a group, got {len(samples)}"
-    if min(samples.values(), default=0.0) < needs.least:
-        return f"{trainer.advantage} needs rewards of at least {needs.least:g}"
+    return _unsuited(group, list(samples.values()), trainer)
+
+
+def _unsuited(group: Group, rewards: Sequence[float], trainer: Trainer) -> str | None:
+    """What the estimator refuses of a group whose samples have these rewards."""
+    name, needs = trainer.advantage, estimator(trainer.advantage, {})
+    if needs.needs_group and len(rewards) < 2:
+        return f"{name} needs at least two trajectories a group, got {len(rewards)}"
+    if min(rewards) < needs.least:
+        return f"{name} needs rewards of at least {needs.least:g}"
+    tracker = values.tracker_of(trainer)
+    if tracker is not None and not tracker.low <= min(rewards) <= max(rewards) <= tracker.high:
+        return (
+            f"{name} takes rewards between {tracker.low:g} and {tracker.high:g}, "
+            f"got {min(rewards):g} to {max(rewards):g}"
+        )
+    if trainer.credit == "turn" and (needs.needs_group or needs.least > -math.inf):
+        try:
+            credit.alone(group, trainer)
+        except ValueError as error:
+            return str(error)
     return None
-
-
-def _rows(groups: Sequence[Group]) -> list[Trajectory]:
-    return [trajectory for group in groups for trajectory in group.trajectories]
-
-
-def _is_sample(trajectory: Trajectory) -> bool:
-    parts = trajectory.trajectory_id.removeprefix(trajectory.group_id).split("/")
-    return parts[0] == "" and len(parts) in (2, 3) and all(p.isdecimal() for p in parts[1:])
-
-
-def _sample(trajectory: Trajectory) -> int:
-    """k of `GROUP/k` or `GROUP/k/branch`: branches of one sample share it."""
-    return int(trajectory.trajectory_id.removeprefix(trajectory.group_id + "/").split("/")[0])

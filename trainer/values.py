@@ -1,0 +1,88 @@
+"""The values of a step's prompts: read from the tracker before the step, learnt from after it.
+
+A prompt is known by `TASK/ID` or, where it has no id, by its task and a digest of its input, so
+that one which comes again is the same. What is tracked is the task's own reward: what shaping adds
+to it is no part of a prompt's value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from connectors.algorithms import estimator
+from connectors.config import Trainer
+from connectors.records import Group, Prompt
+from operators.tracker import Observation, TrackerState, ValueTracker, moved
+from trainer.credit import sample_of
+
+
+def tracker_of(trainer: Trainer) -> ValueTracker | None:
+    """The rules that `trainer` asks for; None where the estimator takes no values."""
+    chosen = estimator(trainer.advantage, trainer.advantage_parameters)
+    if not chosen.needs_value:
+        return None
+    given = {k: p.default for k, p in chosen.tracker.items()} | trainer.advantage_parameters
+    bounds = {key: float(np.float32(given[key])) for key in ("low", "high")}  # as records hold them
+    return ValueTracker(**(given | bounds))
+
+
+def values(
+    tracker: ValueTracker, state: TrackerState, groups: Sequence[Group]
+) -> NDArray[np.float64]:
+    """[N], of each row's prompt."""
+    found = [tracker.value(state, key_of(group.prompt)) for group in groups]
+    return np.repeat(np.array(found, np.float64), [len(group.trajectories) for group in groups])
+
+
+def learnt(
+    tracker: ValueTracker, state: TrackerState, groups: Sequence[Group], drift: float
+) -> TrackerState:
+    """`state` with the reward of each of the step's samples, in order, after which the step moved
+    the policy by `drift`."""
+    observations = [
+        Observation(key=key_of(group.prompt), reward=reward, label=group.task)
+        for group in groups
+        for reward in rewards_of(group)
+    ]
+    return moved(tracker.update(state, observations), drift)
+
+
+def metrics(
+    tracker: ValueTracker, before: TrackerState, after: TrackerState, groups: Sequence[Group]
+) -> dict[str, float]:
+    """How far off the values a step took were of the rewards it had, both mapped to [0, 1]; how
+    many prompts are tracked."""
+    errors = np.array(
+        [
+            reward - tracker.value(before, key_of(group.prompt))
+            for group in groups
+            for reward in rewards_of(group)
+        ]
+    ) / (tracker.high - tracker.low)
+    return {
+        "value/brier": float(np.mean(errors**2)),
+        "value/absolute_error": float(np.mean(np.abs(errors))),
+        "value/prompts": float(len(after.beliefs)),
+    }
+
+
+def rewards_of(group: Group) -> list[float]:
+    """One a sample, in the order of their first rows."""
+    found: dict[int, float] = {}
+    for row in group.trajectories:
+        found.setdefault(sample_of(row), row.reward)
+    return list(found.values())
+
+
+def key_of(prompt: Prompt) -> str:
+    """By which it is tracked."""
+    if prompt.id is not None:
+        return f"{prompt.task}/{prompt.id}"
+    asked = [prompt.messages, prompt.prompt, prompt.token_ids]
+    text = msgspec.json.encode(asked, order="sorted")
+    return f"{prompt.task}/{hashlib.sha256(text).hexdigest()[:32]}"
