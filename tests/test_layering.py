@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "deploy": (*ROOMS, "headwater"),
 }
 LIBRARY_ROOMS: dict[str, tuple[str, ...]] = {
-    "deepspeed": ("trainer/engine.py",),
+    "deepspeed": ("trainer/engine.py", "trainer/process_group.py"),
     "kafka": (
         "connectors/kafka/client.py",
         "connectors/kafka/connections.py",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -162,30 +163,52 @@ def _trained(
     return mask
 
 
-def assign(rows: Rows, max_tokens: int) -> tuple[tuple[int, ...], ...]:
+def minibatch_of(rows: Rows, num_minibatches: int) -> NDArray[np.int64]:
+    """[N], the mini-batch of each row. The step's groups, in order, are cut into parts of equal
+    size, or one group more or less; with fewer groups than parts some are empty."""
+    num_groups = int(rows.groups.max(initial=0)) + 1
+    return rows.groups * num_minibatches // num_groups
+
+
+def assign(rows: Rows, max_tokens: int, num_minibatches: int = 1) -> tuple[tuple[int, ...], ...]:
     """Micro-batches as tuples of row indices, for the manifest's `micro_batches`.
 
-    A micro-batch holds at most `max_tokens` positions, padding included; a row longer than that
-    gets one of its own. Longest first, so neighbours pad little and what needs most memory runs
-    first; ties keep the rows' order. Rows without a trained token are left out.
+    A micro-batch is of one mini-batch, and those of the first mini-batch come first. It holds at
+    most `max_tokens` positions, padding included; a row longer than that gets one of its own.
+    Longest first, so neighbours pad little and what needs most memory runs first; ties keep the
+    rows' order. Rows without a trained token are left out.
     """
-    left_out = set(rows.untrained)
+    left_out, part = set(rows.untrained), minibatch_of(rows, num_minibatches)
     order = sorted(
-        (i for i in range(len(rows)) if i not in left_out), key=lambda i: (-len(rows.tokens[i]), i)
+        (i for i in range(len(rows)) if i not in left_out),
+        key=lambda i: (part[i], -len(rows.tokens[i]), i),
     )
     batches: list[list[int]] = []
     for i in order:
+        last = batches[-1] if batches else [i]
         # The first row of a micro-batch is its longest: its length is the width.
-        if batches and (len(batches[-1]) + 1) * len(rows.tokens[batches[-1][0]]) <= max_tokens:
-            batches[-1].append(i)
+        fits = (len(last) + 1) * len(rows.tokens[last[0]]) <= max_tokens
+        if batches and fits and part[last[0]] == part[i]:
+            last.append(i)
         else:
             batches.append([i])
     return tuple(tuple(batch) for batch in batches)
 
 
-def check_assignment(rows: Rows, micro_batches: Sequence[Sequence[int]]) -> None:
-    """ValueError unless every row with a trained token is in exactly one micro-batch and no other
-    row in any: what keeps a manifest and the records it names from drifting apart."""
+def cut(
+    rows: Rows, micro_batches: Sequence[Sequence[int]], num_minibatches: int
+) -> list[list[Sequence[int]]]:
+    """The micro-batches of each mini-batch that has any, in order."""
+    part = minibatch_of(rows, num_minibatches)
+    return [list(found) for _, found in groupby(micro_batches, lambda batch: part[batch[0]])]
+
+
+def check_assignment(
+    rows: Rows, micro_batches: Sequence[Sequence[int]], num_minibatches: int = 1
+) -> None:
+    """ValueError unless every row with a trained token is in exactly one micro-batch, no other row
+    in any, none is of two mini-batches and theirs follow each other: what keeps a manifest and the
+    records it names from drifting apart."""
     assigned = sorted(i for batch in micro_batches for i in batch)
     left_out = set(rows.untrained)
     expected = [i for i in range(len(rows)) if i not in left_out]
@@ -193,6 +216,12 @@ def check_assignment(rows: Rows, micro_batches: Sequence[Sequence[int]]) -> None
         wrong = sorted(set(assigned) ^ set(expected)) or "a row twice"
         raise ValueError(
             f"micro_batches do not cover the {len(expected)} trained rows once: {wrong}"
+        )
+    part = minibatch_of(rows, num_minibatches)
+    parts = [{int(part[i]) for i in batch} for batch in micro_batches]
+    if any(len(found) != 1 for found in parts) or parts != sorted(parts, key=min):
+        raise ValueError(
+            f"micro_batches are not those of {num_minibatches} mini-batches in order: {parts}"
         )
 
 

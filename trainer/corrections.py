@@ -137,18 +137,17 @@ def proximal(
     behaviour_logprobs: Any = None,
     *,
     recomputed: Any = None,
-    token_versions: Any = None,
-    version: int | None = None,
+    ages: Any = None,
 ) -> Tensor:
     """Log-probs of the proximal policy, without gradient, shaped like `logprobs` (the current
     policy's).
 
     "recompute"  `recomputed`: a forward of their own at the step's start
     "reuse"      the current ones: exact where a step takes one optimizer step
-    "loglinear"  behaviour + a (current - behaviour), a = clip((v - 1 - v_b) / (v - v_b), 0, 1) with
-                 v = `version` and v_b = `token_versions` (negative: not sampled): no second forward
-                 where several optimizer steps make a step (A-3PO, arXiv:2512.06547). A token of
-                 version v or v - 1 keeps the behaviour's.
+    "loglinear"  behaviour + a (current - behaviour), a = (age - 1) / age with `ages` in steps, as
+                 `batches.MicroBatch` has them: no second forward where several optimizer steps
+                 make a step (A-3PO, arXiv:2512.06547). A token of age 1 or less, or of unknown
+                 age, keeps the behaviour's.
     "behaviour"  the behaviour's: PPO against the policy that sampled; r is 1 everywhere
     """
     match kind:
@@ -159,9 +158,10 @@ def proximal(
         case "behaviour":
             found = behaviour_logprobs
         case "loglinear":
-            age = (version - token_versions).to(logprobs.dtype)
-            known = (token_versions >= 0) & (age > 0)
-            share = torch.where(known, (age - 1) / age.clamp(min=1), 0.0).clamp(0, 1)
+            if ages is None:
+                raise ValueError("proximal 'loglinear': the ages of the tokens are missing")
+            age = ages.clamp(min=1).to(logprobs.dtype)
+            share = (age - 1) / age
             found = behaviour_logprobs + share * (logprobs.detach() - behaviour_logprobs)
         case _:
             known_kinds = ", ".join(sorted(PROXIMALS))

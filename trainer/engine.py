@@ -1,13 +1,14 @@
 """The training engine: rows and advantages enter a step, updated weights and metrics leave it.
 
-The only file that imports deepspeed. One rank, ZeRO-1, on CPU (gloo, no compiler needed) or CUDA
-(nccl) by the same code.
+DeepSpeed with one rank, ZeRO-1, on CPU (gloo, no compiler needed) or CUDA (nccl) by the same code.
 
-    seed -> for each micro-batch: forward (log-probs) -> loss -> backward -> one optimizer step
+    seed -> for each mini-batch:
+                for each of its micro-batches: forward (log-probs) -> loss -> backward
+                one optimizer step
 
-With one optimizer step a step, the policy at the step's start, from which the loss measures by
-default, is the current policy of every micro-batch, so its log-probs are the forward's own,
-detached: no second forward runs.
+With one mini-batch, the policy at the step's start, from which the loss measures by default, is the
+current policy of every micro-batch, so its log-probs are the forward's own, detached: no second
+forward runs. With several, one that is not finite is left out: metric `minibatches/skipped`.
 
 A step is a function of (weights, optimizer state, rows, micro-batches, advantages, seed) for a
 given `environment()`: equal inputs give equal bits.
@@ -15,52 +16,39 @@ given `environment()`: equal inputs give equal bits.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
 import math
-import os
 import shutil
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-os.environ.setdefault(
-    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-)  # before CUDA starts: deterministic cuBLAS
+from trainer.process_group import (  # first: it sets what torch and DeepSpeed read at import
+    be_deterministic,
+    quiet_deepspeed,
+    start_process_group,
+)
 
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
+# isort: split
 import deepspeed
 import msgspec
 import numpy as np
+import torch
 import torch.distributed as dist
 import transformers
-from deepspeed.ops import __compatible_ops__
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from numpy.typing import NDArray
-from torch import Tensor
-from torch._C._distributed_c10d import HashStore
 
 from connectors import config as configuration
 from connectors import weights
 from connectors.weights.layout import Digester
 from operators.tracker import TrackerState
-from trainer.aggregation import row_weights
-from trainer.batches import MicroBatch, Rows, check_assignment, collate
-from trainer.corrections import k3, proximal
-from trainer.logprobs import PolicyModel
-from trainer.losses import policy_loss
+from trainer.batches import Rows, check_assignment, cut
+from trainer.forward import Forwards
+from trainer.logprobs import PolicyModel, load_policy
 from trainer.state_copy import StateCopy
 from trainer.step_metrics import Tally, row_metrics
-
-_log = logging.getLogger(__name__)
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TAG: Final = "engine"
@@ -74,7 +62,8 @@ _TOKENIZER_FILES: Final = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
     """metrics  finite numbers by name (one that is not finite is left out)
-    skipped  None, "nan_gradient" or "no_tokens": then weights and optimizer state are as before
+    skipped  None, "no_tokens" or, of all mini-batches, "nan_gradient": then weights and optimizer
+             state are as before
     seconds  "logprobs": forward passes, "update": backward passes and the optimizer
     master_changed  whether the optimizer's own float32 weights are others than before
     drift  if asked: KL(policy before the step || policy after it) a token, over the trained tokens
@@ -111,14 +100,16 @@ class TrainingEngine:
             )
         self._trainer = trainer
         self._dtype = _DTYPES[model.dtype]
+        self._temperature = temperature
+        self._initial: PolicyModel | None = None
         torch.set_num_threads(trainer.num_threads)
-        _be_deterministic()
-        _start_process_group()
-        policy = PolicyModel(_load_model(self._path, self._dtype), temperature)
+        be_deterministic()
+        start_process_group()
+        policy = load_policy(self._path, self._dtype, temperature)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         policy.to(self._device)
         policy.check_head()
-        with _quiet_deepspeed():
+        with quiet_deepspeed():
             self._engine, *_ = deepspeed.initialize(
                 model=policy,
                 model_parameters=list(policy.parameters()),
@@ -139,99 +130,103 @@ class TrainingEngine:
         *,
         measure_drift: bool = False,
     ) -> StepResult:
-        """One optimizer step on `rows`, cut into `micro_batches` of row indices
-        (`batches.assign`); `advantages` holds one [T_i] array a row. `seed` is set before the first
-        forward. `trainer`: the settings of this step, None for those the engine was made with.
-        `measure_drift`: by one forward more, after the optimizer.
+        """One step on `rows`, cut into `micro_batches` of row indices (`batches.assign`), with an
+        optimizer step for each mini-batch that has a trained token; `advantages` holds one [T_i]
+        array a row. `seed` is set before the first forward. `trainer`: the settings of this step,
+        None for those the engine was made with. `measure_drift`: by one forward more, at the end.
 
-        The loss is that of the whole step, however it is cut. ValueError when micro-batches do not
-        cover the trained rows exactly once, or a value cannot be trained on."""
-        check_assignment(rows, micro_batches)
+        A loss is that of a whole mini-batch, however it is cut. ValueError when micro-batches do
+        not cover the trained rows exactly once, mini-batch by mini-batch, or a value cannot be
+        trained on."""
         settings = trainer or self._trainer
+        check_assignment(rows, micro_batches, settings.num_minibatches)
         self._set_optimizer(settings)
+        tally, reference = Tally(), self._reference(settings)
         torch.manual_seed(seed)
         if rows.num_trained == 0:
-            return self._skipped(rows, "no_tokens", 0.0 if measure_drift else None)
-        weights_N = row_weights(
-            rows.masks,
-            settings.aggregation,
-            groups=rows.groups,
-            samples=rows.samples,
-            constant=settings.aggregation_constant,
+            return self._result(rows, 0, tally, "no_tokens", drift=0.0 if measure_drift else None)
+        forwards = Forwards(
+            current=self._engine,
+            frozen=self._engine.module,
+            reference=reference,
+            rows=rows,
+            advantages=advantages,
+            settings=settings,
+            device=self._device,
+            tally=tally,
         )
-        tally, start_BT = Tally(), None
-        for indices in micro_batches:
-            batch = collate(rows, indices, advantages).to(self._device)
-            loss, logprobs_BT = self._forward(batch, weights_N[list(indices)], tally, settings)
-            start_BT = logprobs_BT if start_BT is None else start_BT
-            started = time.perf_counter()
-            self._engine.backward(loss)
-            tally.seconds["update"] += time.perf_counter() - started
-        started = time.perf_counter()
+        first, *rest = cut(rows, micro_batches, settings.num_minibatches)
+        if settings.proximal == "recompute":
+            forwards.recompute([indices for minibatch in rest for indices in minibatch])
         before = self._master_digest()
-        applied = self._apply(tally.loss)
-        tally.seconds["update"] += time.perf_counter() - started
-        if applied:
-            tally.metrics["grad_norm"] = float(self._engine.get_global_grad_norm())
+        for minibatch in (first, *rest):
+            self._optimize(forwards, minibatch)
         drift = None
-        if measure_drift and start_BT is not None:
-            first = collate(rows, micro_batches[0], advantages).to(self._device)
-            drift = self._drift(first, start_BT) if applied else 0.0
+        if measure_drift:
+            drift = forwards.drift(first[0]) if tally.num_applied else 0.0
             tally.metrics["kl/update"] = drift
-        metrics = tally.summary() | row_metrics(rows, len(micro_batches))
-        metrics["learning_rate"] = float(self._engine.get_lr()[0])
-        return StepResult(
-            metrics={k: v for k, v in metrics.items() if math.isfinite(v)},
-            skipped=None if applied else "nan_gradient",
-            seconds=tally.seconds,
+        return self._result(
+            rows,
+            len(micro_batches),
+            tally,
+            None if tally.num_applied else "nan_gradient",
             master_changed=self._master_digest() != before,
             drift=drift,
         )
 
-    @torch.no_grad()
-    def _drift(self, batch: MicroBatch, before_BT: Tensor) -> float:
-        after_BT, _ = self._engine.module(batch.tokens_BT, batch.position_ids_BT, batch.mask_BT)
-        return float(k3(after_BT - before_BT)[batch.mask_BT].mean(dtype=torch.float64))
-
-    def _forward(
-        self,
-        batch: MicroBatch,
-        weights_B: NDArray[np.float64],
-        tally: Tally,
-        settings: configuration.Trainer,
-    ) -> tuple[Tensor, Tensor]:
+    def _optimize(self, forwards: Forwards, minibatch: Sequence[Sequence[int]]) -> None:
+        """One optimizer step, unless its loss or gradient is not finite: then it changes nothing.
+        DeepSpeed leaves weights and optimizer alone and clears the gradients when their norm is not
+        finite; a loss that is not finite never reaches it."""
+        tally, total = forwards.tally, 0.0
+        at_start = not tally.num_applied
+        for indices in minibatch:
+            loss = forwards.loss(indices, at_start=at_start)
+            total += float(loss.item())
+            started = time.perf_counter()
+            self._engine.backward(loss)
+            tally.seconds["update"] += time.perf_counter() - started
         started = time.perf_counter()
-        logprobs_BT, entropy_BT = self._engine(
-            batch.tokens_BT,
-            batch.position_ids_BT,
-            batch.mask_BT,
-            settings.entropy_coefficient > 0,
+        applied = math.isfinite(total)
+        if applied:
+            self._engine.step()
+            applied = bool(self._engine.was_step_applied())
+        else:
+            self._engine.optimizer.zero_grad()
+        grad_norm = float(self._engine.get_global_grad_norm()) if applied else None
+        tally.minibatch(total, grad_norm)
+        tally.seconds["update"] += time.perf_counter() - started
+
+    def _result(
+        self,
+        rows: Rows,
+        num_micro_batches: int,
+        tally: Tally,
+        skipped: str | None,
+        *,
+        master_changed: bool = False,
+        drift: float | None,
+    ) -> StepResult:
+        metrics = row_metrics(rows, num_micro_batches)
+        if num_micro_batches:
+            rate = float(self._engine.get_lr()[0])
+            metrics = tally.summary() | metrics | {"learning_rate": rate}
+        return StepResult(
+            metrics={k: v for k, v in metrics.items() if math.isfinite(v)},
+            skipped=skipped,
+            seconds=tally.seconds,
+            master_changed=master_changed,
+            drift=drift,
         )
-        loss: Tensor
-        loss, metrics = policy_loss(
-            settings.loss,
-            logprobs_BT,
-            proximal(settings.proximal, logprobs_BT, batch.behaviour_logprobs_BT),
-            batch.behaviour_logprobs_BT,
-            batch.advantages_BT,
-            batch.mask_BT,
-            row_weights=weights_B,
-            correction=settings.correction,
-            correction_level=settings.correction_level,
-            correction_low=settings.correction_low,
-            correction_cap=settings.correction_cap,
-            rejection=settings.rejection,
-            rejection_level=settings.rejection_level,
-            rejection_low=settings.rejection_low,
-            rejection_high=settings.rejection_high,
-            entropy=entropy_BT,
-            entropy_coefficient=settings.entropy_coefficient,
-            **settings.loss_parameters,
-        )
-        gap_N = (logprobs_BT.detach() - batch.behaviour_logprobs_BT)[batch.mask_BT]
-        tally.add(float(loss.item()), metrics, gap_N)
-        tally.seconds["logprobs"] += time.perf_counter() - started
-        return loss, logprobs_BT.detach()
+
+    def _reference(self, settings: configuration.Trainer) -> PolicyModel | None:
+        """The initial model, in memory from the first step on whose loss measures from it."""
+        if not settings.kl_coefficient:
+            return None
+        if self._initial is None:
+            self._initial = load_policy(self._path, self._dtype, self._temperature)
+            self._initial.to(self._device).requires_grad_(False)
+        return self._initial
 
     def _set_optimizer(self, settings: configuration.Trainer) -> None:
         """A loaded checkpoint brings the settings of its time along."""
@@ -239,24 +234,6 @@ class TrainingEngine:
             group["lr"] = settings.learning_rate
             group["weight_decay"] = settings.weight_decay
         self._engine.optimizer.clip_grad = settings.max_grad_norm
-
-    def _apply(self, loss: float) -> bool:
-        """Whether the optimizer stepped. DeepSpeed leaves weights and optimizer alone and clears
-        the gradients when their norm is not finite; a loss that is not finite never reaches it."""
-        if not math.isfinite(loss):
-            self._engine.optimizer.zero_grad()
-            return False
-        self._engine.step()
-        return bool(self._engine.was_step_applied())
-
-    def _skipped(self, rows: Rows, reason: str, drift: float | None) -> StepResult:
-        return StepResult(
-            metrics=row_metrics(rows, 0),
-            skipped=reason,
-            seconds={"logprobs": 0.0, "update": 0.0},
-            master_changed=False,
-            drift=drift,
-        )
 
     # ----------------------------------------------------------------------------------- weights
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -302,7 +279,7 @@ class TrainingEngine:
             self._engine.checkpoint_engine, _IntoMemory(captured),
         )  # fmt: skip
         try:
-            with _quiet_deepspeed():
+            with quiet_deepspeed():
                 self._engine.save_checkpoint(".", tag=_TAG, save_latest=False)
         finally:
             self._engine.checkpoint_engine = stock
@@ -324,7 +301,7 @@ class TrainingEngine:
         RuntimeError (torch's) when it is of a model with other shapes."""
         if not (folder / _TAG).is_dir():
             raise ValueError(f"{folder} holds no checkpoint of this engine")
-        with _quiet_deepspeed():
+        with quiet_deepspeed():
             self._engine.load_checkpoint(str(folder), tag=_TAG)
         state = torch.load(folder / f"random_{dist.get_rank()}.pt", weights_only=True)
         torch.set_rng_state(state["cpu"])
@@ -360,7 +337,7 @@ class TrainingEngine:
         """Ends the engine and its process group; safe to call twice."""
         if self._engine is not None:
             self._engine.destroy()
-            self._engine = None
+            self._engine = self._initial = None
             if dist.is_initialized():
                 deepspeed.comm.destroy_process_group()
 
@@ -398,18 +375,6 @@ def _check_settings(trainer: configuration.Trainer) -> None:
         )
 
 
-def _load_model(path: Path, dtype: torch.dtype) -> Any:
-    """The model without dropout: its log-probs must be those of the policy that samples."""
-    transformers.utils.logging.disable_progress_bar()
-    settings = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-    for key, value in vars(settings).items():
-        if key.endswith(("dropout", "pdrop")) and isinstance(value, float):
-            setattr(settings, key, 0.0)
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        path, config=settings, dtype=dtype, attn_implementation="sdpa", local_files_only=True
-    )
-
-
 def _deepspeed_config(trainer: configuration.Trainer, dtype: str) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -431,39 +396,3 @@ def _deepspeed_config(trainer: configuration.Trainer, dtype: str) -> dict[str, A
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
     }
-
-
-def _be_deterministic() -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def _start_process_group() -> None:
-    """A world of this process alone, over a store in memory: no port to find free, none left open.
-    DeepSpeed finds the group and takes it; it still reads the launcher's variables."""
-    os.environ.update(
-        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    )
-    os.environ.setdefault("MASTER_PORT", "29500")  # never opened
-    # DeepSpeed would compile its shared-memory collectives for the CPU (40 s, and a compiler is
-    # needed).
-    __compatible_ops__["deepspeed_shm_comm"] = False
-    if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    with _quiet_deepspeed():
-        deepspeed.init_distributed()
-
-
-@contextlib.contextmanager
-def _quiet_deepspeed() -> Iterator[None]:
-    """Its progress lines and its use of deprecated torch calls say nothing to our reader."""
-    logger = logging.getLogger("DeepSpeed")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore", FutureWarning)
-            yield
-    finally:
-        logger.setLevel(level)

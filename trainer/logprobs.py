@@ -4,14 +4,17 @@ Legend: B sequences, T positions, N picked positions, H hidden size, V vocabular
 
 `chosen_logprobs` computes log-softmax(hidden @ weight.T / temperature)[token] a chunk of rows at a
 time and recomputes each chunk in the backward pass, so its extra memory is `chunk_rows x V`, not `N
-x V`. `PolicyModel` applies it to the trained positions of a causal language model.
+x V`. `PolicyModel` applies it to the trained positions of a causal language model, which
+`load_policy` reads.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Final
 
 import torch
+import transformers
 from torch import Tensor
 
 CHUNK_ROWS: Final = 256
@@ -156,3 +159,17 @@ class PolicyModel(torch.nn.Module):
                 f"from the model's own by {gap:.3g}; heads with a bias, scale or soft cap are not "
                 "supported"
             )
+
+
+def load_policy(path: Path, dtype: torch.dtype, temperature: float) -> PolicyModel:
+    """That of a Hugging Face folder, without dropout: its log-probs must be those of the policy
+    that samples."""
+    transformers.utils.logging.disable_progress_bar()
+    settings = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    for key, value in vars(settings).items():
+        if key.endswith(("dropout", "pdrop")) and isinstance(value, float):
+            setattr(settings, key, 0.0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, config=settings, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+    )
+    return PolicyModel(model, temperature)

@@ -81,8 +81,8 @@ def policy_loss(
         sum_ratio            current / proximal policy as the loss takes it, before its clip
         num_behaviour        the behaviour log-prob is known
         sum_kl_behaviour     over those, the k3 estimate of KL(behaviour || prox)
-        sum_kl_reference     the `kl` estimate, 0 without a reference
-        sum_entropy          0 without entropies
+        sum_kl_reference     the `kl` estimate; not there without a reference
+        sum_entropy          not there without entropies
     """
     _check_name("loss", name, surrogates.LOSSES)
     _check_name("kl", kl, KLS)
@@ -140,8 +140,8 @@ def policy_loss(
         sum_ratio=surrogate.ratio,
         num_behaviour=known,
         sum_kl_behaviour=corrections.k3(gap),
-        sum_kl_reference=reference_kl,
-        sum_entropy=entropies,
+        **({} if reference_logprobs is None else {"sum_kl_reference": reference_kl}),
+        **({} if entropy is None else {"sum_entropy": entropies}),
     )
     return (np.float64(loss.item()) if is_numpy else loss), metrics
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.trainer import loss_reference as reference
+from trainer.ages import UNKNOWN
 from trainer.corrections import CORRECTIONS, LEVELS, REJECTIONS, kept, proximal, weights
 
 # Two rows with a hole: log r of (2, -, 1/2) and of (3, 3, -).
@@ -114,14 +115,15 @@ def test_a_long_row_survives_its_geometric_mean_and_not_its_product() -> None:
 
 
 def test_loglinear_interpolates_by_age() -> None:
-    # At version 4: of version 0, a = 3/4; of 2, a = 1/2; of 3 and 4, a = 0: the behaviour's. Not
-    # sampled (-1): the behaviour's as well.
-    behaviour = torch.tensor([[-1.0, -2.0, -3.0, -4.0, -5.0]])
-    current = torch.tensor([[-1.5, -2.2, -3.5, -4.5, -5.5]], requires_grad=True)
-    versions = torch.tensor([[0, 2, 3, 4, -1]])
-    found = proximal("loglinear", current, behaviour, token_versions=versions, version=4)
-    torch.testing.assert_close(found, torch.tensor([[-1.375, -2.1, -3.0, -4.0, -5.0]]))
+    # Of age 4, a = 3/4; of 2, a = 1/2; of 1, 0, ahead or unknown, a = 0: the behaviour's.
+    behaviour = torch.tensor([[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]])
+    current = torch.tensor([[-1.5, -2.2, -3.5, -4.5, -5.5, -6.5]], requires_grad=True)
+    ages = torch.tensor([[4, 2, 1, 0, -3, UNKNOWN]], dtype=torch.int32)
+    found = proximal("loglinear", current, behaviour, ages=ages)
+    torch.testing.assert_close(found, torch.tensor([[-1.375, -2.1, -3.0, -4.0, -5.0, -6.0]]))
     assert not found.requires_grad
+    with pytest.raises(ValueError, match="proximal 'loglinear': the ages of the tokens are"):
+        proximal("loglinear", current, behaviour)
 
 
 def test_the_other_proximal_policies_are_what_they_say_without_gradient() -> None:

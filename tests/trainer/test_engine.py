@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from connectors.config import ConfigError, Model, Trainer
-from operators.tracker import TrackerState, ValueTracker
+from operators.tracker import Belief, TrackerState
 from tests.models import tiny_model
 from tests.trainer.training import PlainLoop, advantages_of, open_engine, random_rows, train
 from trainer.batches import Rows, assign
@@ -116,11 +116,11 @@ def test_a_checkpoint_brings_back_weights_optimizer_random_state_and_tracker(
 ) -> None:
     train(engine, 0)
     assert engine.tracker == TrackerState()
-    tracker = engine.tracker = ValueTracker().update(engine.tracker, "a", 0.1, label="task")
+    tracker = engine.tracker = TrackerState(beliefs={"a": Belief(0.1, 1 / 3)})
     engine.save(tmp_path)
     digest, state, drawn = engine.digest(), optimizer_state(engine), torch.rand(3)
     train(engine, 1)
-    engine.tracker = ValueTracker().update(engine.tracker, "b", 1 / 3)
+    engine.tracker = TrackerState()
     assert engine.digest() != digest
     engine.load(tmp_path)
     assert engine.digest() == digest
