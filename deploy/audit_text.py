@@ -46,6 +46,7 @@ def as_json(found: Audit) -> dict[str, Any]:
         "given_up": found.given_up,
         "void": found.num_void,
         "closed_by_reason": dict(found.closed_by_reason),
+        "dropped_by_reason": dict(found.dropped_by_reason),
         "grants_checked": found.grants_checked,
         "bound_checked": found.bound_checked,
         "unprovable": None,
@@ -78,6 +79,7 @@ def audit_lines(found: Mapping[str, Any]) -> list[str]:
         trained + ("" if first == 1 else " (the log before was trimmed; its checkpoint counts)"),
         f"granted {groups['granted']} = {groups['trained']} trained + {groups['closed']} closed + "
         f"{groups['dropped']} dropped + {groups['open']} open (balance {found['credit_balance']})",
+        *_dropped(found["dropped_by_reason"]),
         f"lost {len(found['lost'])}, trained twice {len(found['trained_twice'])}, "
         f"bound violations {len(found['bound_violations'])}, "
         f"overgrants {len(found['overgrants'])}",
@@ -99,3 +101,8 @@ def audit_lines(found: Mapping[str, Any]) -> list[str]:
             lines.append(f"  {name}: and {len(entries) - _SHOWN} more (--json lists them)")
     lines.append("audit ok" if found["ok"] else "audit FAILED")
     return lines
+
+
+def _dropped(by_reason: Mapping[str, int]) -> list[str]:
+    told = ", ".join(f"{reason} {count}" for reason, count in by_reason.items())
+    return [f"dropped, as the steps list them: {told}"] if told else []

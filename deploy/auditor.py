@@ -26,6 +26,8 @@ from deploy.history import (
     lineage_of,
 )
 from operators.staleness.lineage import lag, stalest
+from trainer.actions import drop_reasons
+from trainer.feed_state import FeedState
 from trainer.overdue import masked_versions
 from trainer.staleness import bound_of, reserves
 
@@ -47,6 +49,7 @@ class Auditor:
             grants_checked=history.strategy.auditable,
             bound_checked=history.strategy.bound is not None,
             closed_by_reason=base.counts.ended_by_reason if base else Counter(),
+            dropped_by_reason=_listed_drops(base) if base else Counter(),
             lineage=lineage_of(self._lineage),
         )
         self._announcements = Announcements(
@@ -111,8 +114,9 @@ class Auditor:
             return
         for record in manifest.records:
             self._train(record, manifest)
-        for group_id in manifest.dropped:
+        for group_id, reason in drop_reasons(manifest).items():
             self._settle(group_id, DROPPED)
+            self.found.dropped_by_reason[reason] += 1
 
     def _settle(self, group_id: str, how: int) -> None:
         """An announcement refunds a group, or a step lists it as dropped."""
@@ -268,6 +272,11 @@ class Auditor:
                     f"generated, and not scored in {worked_s:.0f} s in which others were",
                 )
         return count
+
+
+def _listed_drops(base: FeedState) -> Counter[str]:
+    """By reason; the others will be listed by a step that is in the log."""
+    return Counter(base.counts.dropped_by_reason) - Counter(base.dropped.values())
 
 
 def _difference(record: Coordinate, found: Terminal | None) -> str | None:

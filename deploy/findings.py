@@ -99,6 +99,7 @@ class Audit:
     given_up           steps that a rollback gave up, and groups in them
     num_void           records of fenced trainers, which count for nothing
     closed_by_reason   groups, by what their terminals say
+    dropped_by_reason  groups, by what the steps say that list them as dropped
     grants_checked     the policy's grants follow from the log: overgrants would show
     bound_checked      the policy has a bound: violations would show
     """
@@ -119,6 +120,7 @@ class Audit:
     credit_balance: int = 0
     num_void: int = 0
     closed_by_reason: Counter[str] = field(default_factory=Counter)
+    dropped_by_reason: Counter[str] = field(default_factory=Counter)
     grants_checked: bool = True
     bound_checked: bool = True
     from_step: int = 1

@@ -8,7 +8,7 @@ counted apart.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -55,6 +55,7 @@ class Fold:
     base      where the kept part of the log begins, None for a whole one
     announced the version that engines were last told of
     given_up  steps that rollbacks gave up, groups and tokens trained in them
+    last      metrics of the chain's last step; empty after a rollback, until there is another
     """
 
     prompts: Prompts
@@ -64,6 +65,7 @@ class Fold:
     evaluations: list[Evaluation] = field(default_factory=list)
     announced: Version | None = None
     given_up: dict[str, int] = field(default_factory=lambda: {"steps": 0, "groups": 0, "tokens": 0})
+    last: Mapping[str, float] = field(default_factory=dict)
     _sums: StepSums = field(default_factory=StepSums)
     _ready: set[Place] = field(default_factory=set)  # at the base; their terminals are read again
 
@@ -91,6 +93,7 @@ class Fold:
             else:
                 self._give_up(before[len(manifests) :])
         if counts and isinstance(record, Manifest):
+            self.last = record.metrics
             last = manifests[-2] if len(manifests) > 1 else None
             is_new = self.base is None or not self.base.holds(record)
             if is_new:
@@ -100,6 +103,7 @@ class Fold:
                 self._sums.add_nothing()  # what comes before the base is in its counts
 
     def _give_up(self, manifests: Sequence[Manifest]) -> None:
+        self.last = {}
         cut = self._sums.cut(len(manifests))
         self.given_up["steps"] += len(manifests)
         self.given_up["groups"] += int(cut["groups"])

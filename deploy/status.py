@@ -22,6 +22,7 @@ from deploy.health import roles_of
 from deploy.held_out import held_out
 from deploy.history import Follower, Prompts
 from trainer import stall
+from trainer.alerts import alerts
 from trainer.staleness import configured_policy, lookahead_of
 
 SECONDS: Final = ("wait", "logprobs", "update", "publish")
@@ -95,6 +96,7 @@ class RunStatus:
             "staleness": fold.staleness(),
             "staleness_actions": fold.staleness_actions(),
             "stall": stall.kept(self._run_dir),
+            "alerts": list(alerts(fold.last, self._config.trainer.gap_alert)),
             "tokens": fold.tokens(),
             "seconds": {name: round(fold.total(f"seconds/{name}"), 3) for name in SECONDS},
             "eval": held_out(fold.held_out()),

@@ -15,6 +15,7 @@ from rich.text import Text
 from deploy.disk import room_or_later
 from deploy.fold import RECENT_STEPS
 from deploy.history import fork_text
+from trainer.alerts import subject
 
 PLAIN_EVERY_S: Final = 15.0
 
@@ -67,6 +68,7 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
         lines.insert(4, f"closed     {_reasons(status)}{whole}")
     if status["stall"]:
         lines += status["stall"].splitlines()
+    lines += [f"ALERT      {alert}" for alert in status["alerts"]]
     for role in status["roles"]:
         version = f", version {_version(role['version'])}" if role["version"] else ""
         pid = f"pid {role['pid']}, " if role["pid"] else ""
@@ -93,6 +95,7 @@ def plain_line(status: Mapping[str, Any]) -> str:
         + (f" · closed: {_reasons(status)}" if status["closed_by_reason"] else "")
         + (f" · {restarts} restart{'s' * (restarts > 1)}" if restarts else "")
         + (" · STALLED (see stall.txt)" if status["stall"] else "")
+        + (f" · ALERT {_alerts(status)} (see headwater status)" if status["alerts"] else "")
     )
 
 
@@ -204,7 +207,13 @@ class RunView:
             figures.add_row(Text(name, style="dim"), value)
         if status["stall"]:
             figures.add_row(Text("STALLED", style="bold red"), "see stall.txt")
+        if status["alerts"]:
+            figures.add_row(Text("ALERT", style="bold red"), f"{_alerts(status)}: see its status")
         return Group(Text(f"{status['run']}", style="bold"), figures, people)
+
+
+def _alerts(status: Mapping[str, Any]) -> str:
+    return ", ".join(map(subject, status["alerts"]))
 
 
 def eval_text(held_out: Mapping[str, Any]) -> str:

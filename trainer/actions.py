@@ -16,6 +16,8 @@ from connectors.records import Manifest
 
 STALE: Final = "stale"
 """Why a group is dropped whose drop is known, but not the reason."""
+FILTERED: Final = "filtered"
+"""Why one is that carries no signal, or that a fork excludes."""
 
 _PREFIX: Final = "staleness/"
 _DROPS: Final = "drops/"

@@ -73,10 +73,10 @@ class FeedFailed(RuntimeError):
 class StepInput:
     """What one step trains: `records` in order, `groups[i]` the decoded record i, `version` the one
     it trains at (the manifest's is the next one), `ages` those of the groups' versions, `weights`
-    those of tokens over age. `dropped`,
-    `settings`, the policy's `actions` (as `FeedCore` counts them) and the trainer's `waits` (in
-    seconds, by what it waited for) go into the manifest, `snapshot` into the checkpoint of this
-    step."""
+    those of tokens over age. `dropped`, `settings`, the policy's `actions` (as `FeedCore` counts
+    them), the trainer's `waits` (in seconds, by what it waited for) and `mean_length` (generated
+    tokens a sample, of all that arrived since the last step) go into the manifest, `snapshot` into
+    the checkpoint of this step."""
 
     step: int
     version: Version
@@ -89,6 +89,7 @@ class StepInput:
     settings: Mapping[str, float | str] = field(default_factory=dict)
     actions: Mapping[str, int] = field(default_factory=dict)
     waits: Mapping[str, float] = field(default_factory=dict)
+    mean_length: float | None = None
 
 
 class Feed:
@@ -96,9 +97,10 @@ class Feed:
     this trainer's `Begin` (`trainer.recovery`), whose `epoch` it speaks in. The first step taken is
     the one after it.
     `untrainable`: why a group that arrived whole can enter no step, or None; such a group is
-    dropped and its record goes to `dead-letters`, so that it stops nobody. `engines`: where they
-    are, for a policy that hangs on their load. `stalled` hears the text of a stall, and None when
-    it is over (on the feed's thread)."""
+    dropped and its record goes to `dead-letters`, so that it stops nobody. `no_signal`: whether one
+    that could be trained teaches nothing; it is dropped as `filtered`. `engines`: where they are,
+    for a policy that hangs on their load. `stalled` hears the text of a stall, and None when it is
+    over (on the feed's thread)."""
 
     def __init__(
         self,
@@ -110,6 +112,7 @@ class Feed:
         batch_size: int,
         group_size: int = 1,
         untrainable: Callable[[Group], str | None] = lambda group: None,
+        no_signal: Callable[[Group], bool] = lambda group: False,
         engines: Callable[[], Sequence[str]] | None = None,
         stalled: Callable[[str | None], None] = lambda text: None,
         clock: Callable[[], float] = time.time,
@@ -118,7 +121,7 @@ class Feed:
         self._engines = engines if not policy.auditable else None
         self._reweight = reweight_of(policy)
         self._stalls = StallWatch(stalled)
-        self._untrainable = untrainable
+        self._untrainable, self._no_signal = untrainable, no_signal
         self._cluster = cluster
         self._clock = clock
         self._core = FeedCore(
@@ -224,7 +227,9 @@ class Feed:
         self._tail = opened(
             closing(PolicyTail(cluster, offset=core.policy_offset, epoch=self.epoch))
         )
-        self._intake = opened(closing(Intake(cluster, core, self._producer, self._untrainable)))
+        self._intake = opened(
+            closing(Intake(cluster, core, self._producer, self._untrainable, self._no_signal))
+        )
         self._intake.catch_up()
         self._load = None
         if self._engines is not None:
@@ -297,6 +302,7 @@ class Feed:
             settings={**policy_settings(self._core.policy), **overdue.recorded(weights)},
             actions=step.actions,
             waits=waits,
+            mean_length=self._intake.mean_length(),
         )
 
     def _count_wait(self, waiting_for: str) -> None:

@@ -1,34 +1,40 @@
 """The feed's reading side: records of `trajectories` into the ledger, their groups kept for a step.
 
-trajectories ──▶ whole? ──▶ trainable? ──▶ ledger: arrived (the group is kept until its step)
-                    │           └─ no: dead letter, dropped
-                    └─ no: dead letter, closed as malformed
+trajectories ──▶ whole? ──▶ trainable? ──▶ signal? ──▶ ledger: arrived (kept until its step)
+                   │            │             └─ no: dropped as filtered
+                   │            └─ no: dead letter, dropped
+                   └─ no: dead letter, closed as malformed
 
 After a recovery it reads again what an announcement or a manifest ended before: a dead letter is
-written once or more, never not at all.
+written once or more, never not at all, and a group is filtered as it was.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from connectors.arrow import CorruptRecord, checksum, decode_group
 from connectors.kafka.client import Cluster, OffsetGone, Producer, Reader, Record
 from connectors.kafka.terminals import UnknownRecord, terminal, unreadable
 from connectors.records import HEADER_WRITER, Closed, Coordinate, Group
 from operators.staleness.lineage import stalest
-from trainer.actions import STALE
+from trainer.actions import FILTERED, STALE
+from trainer.diagnostics import Lengths
 from trainer.feed_state import Entry
 from trainer.ledger import FeedCore
 
 log = logging.getLogger(__name__)
 
-WRITER = "feed"
+WRITER: Final = "feed"
+DROUGHT_STEPS: Final = 10
+"""So many steps' worth of groups, all filtered one after the other, are a warning."""
 
 
 class Intake:
-    """Used by the feed's thread. `untrainable`: why a whole group can enter no step, or None."""
+    """Used by the feed's thread. `untrainable`: why a whole group can enter no step, or None;
+    `no_signal`: whether one that could is to be filtered."""
 
     def __init__(
         self,
@@ -36,11 +42,14 @@ class Intake:
         core: FeedCore,
         producer: Producer,
         untrainable: Callable[[Group], str | None],
+        no_signal: Callable[[Group], bool] = lambda group: False,
     ) -> None:
         """Goes on where `core` has read to, and reads again the groups that had arrived by then.
         One whose record is gone or is not what it was is dropped, and named in the log."""
         self._cluster, self._core = cluster, core
-        self._producer, self._untrainable = producer, untrainable
+        self._producer, self._untrainable, self._no_signal = producer, untrainable, no_signal
+        self._drought = Drought(DROUGHT_STEPS * core.batch_size)
+        self._lengths = Lengths()
         read = dict(enumerate(core.read))
         self._reader = Reader(cluster, cluster.topic("trajectories"), read)
         for partition, start in self._reader.starts().items():
@@ -70,6 +79,12 @@ class Intake:
         still_open = self._core.accounts.open
         self._groups = {g: group for g, group in self._groups.items() if g in still_open}
         return taken
+
+    def mean_length(self) -> float | None:
+        """Generated tokens a sample of all groups that were read since the last call, whatever
+        became of them; None without any. After a recovery some are read, and counted, again."""
+        lengths, self._lengths = self._lengths, Lengths()
+        return lengths.mean()
 
     def lag(self) -> dict[int, int]:
         """Records of `trajectories` not read yet, by partition."""
@@ -129,18 +144,28 @@ class Intake:
         coordinate = Coordinate(*at, checksum(record.value), ended.group_id)
         versions = {s.version for t in ended.trajectories for s in t.segments}
         oldest = stalest(versions, core.version, core.lineage)
-        why = None
+        reason = why = None
         if core.accounts.awaits(ended.group_id):
-            why = self._impossible(ended) or self._untrainable(ended)
-        reason = STALE if why is None else "malformed"
-        num_rows = len(ended.trajectories)
-        is_open = core.arrived(coordinate, oldest, ended.newest, num_rows, drop_reason=reason)
-        if why is not None:
-            log.warning("%s cannot be trained: %s", ended.group_id, why)
+            reason, why = self._refused(ended)
+            self._lengths.add(ended)
+        is_open = core.arrived(
+            coordinate, oldest, ended.newest, len(ended.trajectories), drop_reason=reason or STALE
+        )
+        if reason is not None:
             core.drop(ended.group_id, reason)
-            self._dead_letter(record, CorruptRecord(why))
         elif is_open:
             self._groups[ended.group_id] = ended
+        if why is not None:
+            log.warning("%s cannot be trained: %s", ended.group_id, why)
+            self._dead_letter(record, CorruptRecord(why))
+
+    def _refused(self, group: Group) -> tuple[str | None, str | None]:
+        """Why a group that arrives enters no step, and what is wrong with it if anything is."""
+        if (why := self._impossible(group) or self._untrainable(group)) is not None:
+            return "malformed", why
+        filtered = self._no_signal(group)
+        self._drought.saw(filtered)
+        return (FILTERED if filtered else None), None
 
     def _impossible(self, group: Group) -> str | None:
         """No engine can have been given a version that no step made yet."""
@@ -158,3 +183,23 @@ class Intake:
             key=letter.key.encode(),
             headers={**letter.headers, HEADER_WRITER: WRITER},
         )
+
+
+class Drought:
+    """Says once in the log that the last `most` groups were all filtered: nothing is learnt from
+    the prompts that go. One that is not filtered ends it."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._count = most, 0
+
+    def saw(self, filtered: bool) -> None:
+        if not filtered and self._count >= self._most:
+            log.warning("a group carries a signal again, after %d filtered ones", self._count)
+        self._count = self._count + 1 if filtered else 0
+        if self._count == self._most:
+            log.warning(
+                "the last %d groups were all filtered: in each the advantages are 0, so nothing is "
+                "learnt from the prompts that go (they may be too easy or too hard; see the "
+                "rewards, or turn trainer.filter_groups off)",
+                self._count,
+            )

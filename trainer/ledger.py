@@ -44,7 +44,7 @@ from operators.staleness.types import (
     StalenessPolicy,
 )
 from trainer.accounts import Accounts, LedgerBroken
-from trainer.actions import STALE, drop_reasons, drops, listed, told
+from trainer.actions import FILTERED, STALE, drop_reasons, drops, listed, told
 from trainer.feed_state import ClosedStep, Entry, FeedState
 from trainer.grants import group_credits, spread
 
@@ -284,7 +284,7 @@ class FeedCore:
         """Folds a begin that forked the run: what it excludes is dropped, and the next step trains
         in its incarnation, unless a later rollback gave that up: then it lies beyond all steps."""
         for group_id in begin.excluded:
-            self.drop(group_id, "filtered")
+            self.drop(group_id, FILTERED)
         if begin.fork is not None and begin.fork.number == self.version.number:
             self.version = Version(begin.incarnation, self.version.number)
 

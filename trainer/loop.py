@@ -30,8 +30,11 @@ from connectors.signals import stop_on_signals
 from connectors.weights import Snapshot
 from trainer import actions, stall
 from trainer.ages import histogram, recorded, staleness
+from trainer.alerts import AlertWatch
 from trainer.checkpoint import CheckpointStore, run_store
 from trainer.checkpoint_meta import CheckpointMeta
+from trainer.credit import no_signal
+from trainer.diagnostics import step_metrics
 from trainer.engine import TrainingEngine
 from trainer.execute import (
     Execution,
@@ -84,6 +87,7 @@ def train(config: Config, run_dir: RunDir, stop: threading.Event | None = None) 
             batch_size=config.trainer.groups_per_step,
             group_size=max_group_size(config),
             untrainable=lambda group: untrainable(group, config.trainer, engine.vocabulary_size),
+            no_signal=lambda group: no_signal(group, config.trainer),
             engines=lambda: run_dir.engine_urls(config),
             stalled=lambda text: stall.keep(run_dir, text),
         )
@@ -175,6 +179,9 @@ class Loop:
         self._publisher = publisher
         self._saver = saver
         self._curves = curves
+        # The policy whose tokens a shadow trains is another one: that its differs is no news.
+        shadow = config.trainer.source is not None
+        self._alerts = AlertWatch(1.0 if shadow else config.trainer.gap_alert)
         self._epoch = recovered.epoch
         self._step = recovered.step
         self._version = recovered.version
@@ -253,6 +260,7 @@ class Loop:
         self._steps.append(manifest)
         if done.skipped is not None:
             log.warning("step %d changed nothing: %s", taken.step, done.skipped)
+        self._alerts.look(taken.step, manifest.metrics)
         self._step, self._version, self._digest = taken.step, version, snapshot.digest
         self._publisher.submit(snapshot, version, master_changed=done.master_changed)
         self._curves.write(manifest)
@@ -267,6 +275,8 @@ class Loop:
         beside training in those of the steps after that."""
         return {
             **done.metrics,
+            **step_metrics(taken.groups, taken.ages, taken.weights),
+            **({} if taken.mean_length is None else {"length/arrived": taken.mean_length}),
             **actions.metrics(taken.actions),
             **{f"staleness/waits/{reason}": 1.0 for reason in taken.waits},
             **{f"seconds/wait/{reason}": seconds for reason, seconds in taken.waits.items()},

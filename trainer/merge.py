@@ -9,9 +9,10 @@ so only that partition is read until the head's terminal comes: which records ha
 step closes, and with them the state in a checkpoint, depend on the log alone, not on when its
 records arrived. Groups read on the way wait as coordinates.
 
-It passes over, and counts, what the log closed; what can enter no step, as a dead letter; what a
-fork of the shadow excludes; and, where `source.limits` says so, prompts that have no terminal in
-these `trajectories`.
+It passes over, and counts, what the log closed; what can enter no step, as a dead letter; what
+carries no signal under the shadow's own settings, whatever the run filtered; what a fork of the
+shadow excludes; and, where `source.limits` says so, prompts that have no terminal in these
+`trajectories`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from connectors.records import (
     parse_group_id,
 )
 from trainer.accounts import Accounts, LedgerBroken
+from trainer.actions import FILTERED, drops, listed
 from trainer.ages import ages_of
 from trainer.feed import StepInput
 from trainer.feed_state import Counts, Entry, FeedState
@@ -81,13 +83,15 @@ class Merge:
         *,
         batch_size: int,
         untrainable: Callable[[Group], str | None] = lambda group: None,
+        no_signal: Callable[[Group], bool] = lambda group: False,
         at_end: Callable[[], None] | None = None,
     ) -> None:
         """OffsetGone when retention passed what is needed, LedgerBroken when the log is not the one
         that the steps were merged from."""
         state = recovered.state
         self._own, self._source = own, source
-        self._batch_size, self._untrainable, self._at_end = batch_size, untrainable, at_end
+        self._batch_size, self._at_end = batch_size, at_end
+        self._untrainable, self._no_signal = untrainable, no_signal
         granted, trained = (replace(own, namespace=n) for n in (source.grants, source.namespace))
         self._accounts = Accounts(state, granted.topic("prompts"))
         self._policy_offset, self._epoch = state.policy_offset, state.epoch
@@ -129,7 +133,8 @@ class Merge:
             version=version,
             records=records,
             groups=groups,
-            dropped=dropped,
+            dropped=listed(dropped),
+            actions=drops(dropped),
             snapshot=self.state,
             ages=ages_of(groups, version, {}),
         )
@@ -177,16 +182,18 @@ class Merge:
                 )
                 raise LedgerBroken(
                     f"step {manifest.step} trained other records than the log now gives ({other}): "
-                    f"it is not the log of {self._source.run} that this shadow began on"
+                    f"it is not the log of {self._source.run} that this shadow began on, or it now "
+                    "filters otherwise"
                 )
             for record in records:
                 self._groups.pop(record.group_id, None)
 
-    def _close(self) -> tuple[tuple[Coordinate, ...], tuple[str, ...]]:
-        """Ends the step that is full: its records and what was dropped since the last one."""
+    def _close(self) -> tuple[tuple[Coordinate, ...], dict[str, str]]:
+        """Ends the step that is full: its records, and what was dropped since the last one for what
+        reason."""
         records, self._batch = tuple(self._batch), []
         accounts = self._accounts
-        dropped = tuple(accounts.dropped)
+        dropped = dict(accounts.dropped)
         accounts.dropped.clear()
         accounts.forget_refunds(tuple(accounts.refunded))
         self._version = Version(self._version.incarnation, self._version.number + 1)
@@ -210,7 +217,7 @@ class Merge:
         if head is None:
             return self._grant(POLL_S)
         if self._excluded.get(head.group_id, INCARNATIONS) <= self._version.incarnation:
-            return accounts.drop(head.group_id, "filtered")
+            return accounts.drop(head.group_id, FILTERED)
         if head.coordinate is not None:
             accounts.settle(head, "trained", read=True)
             self._batch.append(head.coordinate)
@@ -271,6 +278,8 @@ class Merge:
             log.warning("%s cannot be trained: %s", ended.group_id, why)
             accounts.drop(ended.group_id, "malformed")
             self._dead_letter(record, CorruptRecord(why))
+        elif self._no_signal(ended):
+            accounts.drop(ended.group_id, FILTERED)
         elif len(self._groups) < 2 * self._batch_size:
             self._groups[ended.group_id] = ended
 

@@ -24,6 +24,7 @@ from connectors.records import Version
 from connectors.run_dir import RunDir
 from connectors.weights import Snapshot
 from trainer.checkpoint import run_store
+from trainer.credit import no_signal
 from trainer.execute import training_engine, untrainable
 from trainer.feed_state import Counts
 from trainer.loop import run_loop
@@ -100,6 +101,7 @@ def shadow(
             recovered,
             batch_size=config.trainer.groups_per_step,
             untrainable=lambda group: untrainable(group, config.trainer, engine.vocabulary_size),
+            no_signal=lambda group: no_signal(group, config.trainer),
             at_end=None if follow else stop.set,
         )
         open_parts.callback(merge.close)

@@ -58,6 +58,18 @@ def test_a_right_log_passes_and_counts_add_up() -> None:
     assert audit_lines(as_json(found))[-1] == "audit ok"
 
 
+def test_what_a_step_lists_as_dropped_is_counted_by_the_reason_it_says() -> None:
+    log = Log()
+    said = {"staleness/drops/filtered": 1.0}
+    dropping = manifest(2, group(1, 1, 0), group(0, 2, 1), dropped=(group_id(1, 2),), metrics=said)
+    log.steps[2] = (2, dropping)
+    found = audit(log.history())
+    assert found.ok
+    assert (found.groups["dropped"], found.groups["open"]) == (1, 1)
+    assert found.dropped_by_reason == {"filtered": 1}
+    assert "dropped, as the steps list them: filtered 1" in audit_lines(as_json(found))
+
+
 def test_every_kind_of_finding_is_in_the_answer() -> None:
     said = as_json(Audit())
     assert {f.name for f in fields(Audit)} - said.keys() == {"num_void"}

@@ -20,6 +20,7 @@ from deploy.cli import main
 from deploy.status import RunStatus
 from deploy.view import status_lines
 from tests.deploy.written_log import WrittenLog, write_example
+from trainer import actions
 
 
 @pytest.fixture
@@ -106,16 +107,20 @@ def test_what_was_dropped_before_the_checkpoint_is_what_it_is_in_the_whole_log(
     state = log.ledger.snapshot()
     assert state.settled == ((), ((3, 5),))
     assert state.counts.dropped_by_reason == {"stale": 1, "filtered": 2}
+    assert state.dropped, "no step has listed them yet"
     log.close(1, 3, "cancelled")
     log.close(0, 4, "time_cap")
     log.score(1, 4, 2)
-    log.step(3, (1, 2), reward=1.0)
+    listed = {"staleness/drops/filtered": 2.0, "staleness/drops/stale": 1.0}
+    dropped = actions.listed(state.dropped)
+    log.step(3, (1, 2), reward=1.0, dropped=dropped, metrics=listed)
     whole = audited(log), read_status(log)
     trim(log)
     for before, after in zip(whole, (audited(log), read_status(log)), strict=True):
         assert before["closed_by_reason"] == {"reward_nan": 1, "cancelled": 1, "time_cap": 1}
         assert after["closed_by_reason"] == before["closed_by_reason"]
         assert after["groups"] == before["groups"]
+        assert before.get("dropped_by_reason") == after.get("dropped_by_reason")
         assert [after["groups"][how] for how in ("closed", "dropped", "open")] == [3, 2, 0]
 
 

@@ -88,7 +88,7 @@ def test_a_trimmed_log_is_summed_from_where_its_chain_begins() -> None:
 def test_what_the_policy_did_is_summed_by_reason_and_given_up_with_its_steps() -> None:
     done = [
         {"staleness/holds": 2.0, "staleness/drops/stale": 1.0, "staleness/waits/rollouts": 1.0,
-         "seconds/wait/rollouts": 0.5, "tokens/masked": 7.0},
+         "seconds/wait/rollouts": 0.5, "tokens/masked": 7.0, "staleness/tokens/5-8": 3.0},
         {"staleness/cancels/close/stale": 3.0, "staleness/cancels/requeue/stale": 1.0},
         {"staleness/holds": 4.0, "staleness/waits/rollouts": 1.0, "seconds/wait/rollouts": 1.25,
          "seconds/wait/policy": 0.25, "staleness/waits/policy": 1.0, "tokens/reweighted": 9.0},
@@ -122,6 +122,19 @@ def test_what_the_policy_did_is_summed_by_reason_and_given_up_with_its_steps() -
         "waits": {"rollouts": {"steps": 1, "seconds": 0.5}}, "holds": 2, "drops": {"stale": 1},
         "masked_tokens": 7,
     }  # fmt: skip
+
+
+def test_the_last_steps_metrics_are_kept_until_its_step_is_given_up() -> None:
+    fold = Fold(Prompts("p"))
+    fold.step(0, begin())
+    fold.step(1, manifest(1, 0, 1.0))
+    fold.step(2, manifest(2, 0, 2.0))
+    fold.step(3, manifest(3, 9, 3.0))  # fenced
+    assert fold.last["reward/mean"] == 0.2
+    fork = Fork(parent=0, number=1, reason="rollback")
+    back = msgspec.structs.replace(begin(), resumed_step=1, incarnation=1, fork=fork, digest="1")
+    fold.step(4, back)
+    assert fold.last == {}
 
 
 def test_what_a_step_did_not_train_of_its_groups_is_masked() -> None:

@@ -49,10 +49,26 @@ def test_the_status_is_what_the_log_says(log: WrittenLog) -> None:
     assert found["reward"] == {"last": 0.75, "mean": 0.625}
     assert found["tokens_per_s"] == 10.0
     assert found["publish_s"] == 0.25
+    assert found["alerts"] == []
     assert found["wait_share"] == 0.1  # one second of the ten from step 1 to step 2
     json.dumps(found, allow_nan=False)
     assert any("4 trained" in line for line in status_lines(found))
     assert plain_line(found).startswith("step 2 · reward 0.75 · eval 0.5")
+
+
+def test_the_status_shows_what_is_wrong_with_the_last_step_and_only_that(log: WrittenLog) -> None:
+    wrong = {"gap/share_above_10pct": 0.5}
+    log.score(1, 2, 1)
+    log.step(3, (1, 2), reward=1.0, metrics=wrong)
+    status = RunStatus(log.config, RunDir(log.folder), log.cluster)
+    (alert,) = status.read()["alerts"]
+    assert alert.startswith("gap: 50% of the tokens")
+    assert f"ALERT      {alert}" in status_lines(status.read())
+    log.announce(3, 4, 4)
+    log.score(1, 3, 3)
+    log.step(4, (1, 3), reward=1.0)
+    assert status.read()["alerts"] == []
+    status.close()
 
 
 def test_the_status_of_a_run_that_has_done_nothing_yet(cluster: Cluster, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ def status(step: int, **more: Any) -> dict[str, Any]:
             "reweighted_tokens": 0,
         },
         "stall": None,
+        "alerts": [],
         "tokens": {"generated": 7, "trained": 6, "masked": 0, "dropped": 0},
         "seconds": {"wait": 1.0, "logprobs": 0.5, "update": 0.25, "publish": 0.125},
         "eval": {
@@ -165,6 +166,19 @@ def test_a_stall_is_seen_in_every_view() -> None:
     with RunView(Console(file=out, force_terminal=True, width=100, height=40), 5) as view:
         view.show(stalled, ROLES, now=0.0)
     assert "STALLED" in out.getvalue()
+
+
+def test_alerts_are_seen_in_every_view_and_told_in_the_status() -> None:
+    alerted = status(3, alerts=["gap: 30% of the tokens ...", "weights: the loss ..."])
+    assert status_lines(alerted)[-2:] == [
+        "ALERT      gap: 30% of the tokens ...", "ALERT      weights: the loss ...",
+    ]  # fmt: skip
+    assert plain_line(alerted).endswith("ALERT gap, weights (see headwater status)")
+    out = io.StringIO()
+    with RunView(Console(file=out, force_terminal=True, width=100, height=40), 5) as view:
+        view.show(alerted, ROLES, now=0.0)
+    assert "gap, weights: see its status" in out.getvalue()
+    assert "ALERT" not in plain_line(status(3))
 
 
 def test_the_curve_shows_both_kinds_of_points_without_escapes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -147,7 +148,14 @@ class WrittenLog:
             at = self.append(topic, partition, record.value, key=record.key, **record.headers)
         return at, checksum(record.value)
 
-    def step(self, number: int, *groups: tuple[int, int], reward: float) -> None:
+    def step(
+        self,
+        number: int,
+        *groups: tuple[int, int],
+        reward: float,
+        dropped: tuple[str, ...] = (),
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
         digest = f"{self.incarnation:04x}{number:012x}"
         record = Manifest(
             step=number,
@@ -160,8 +168,9 @@ class WrittenLog:
             digest=digest,
             metrics={
                 "reward/mean": reward, "tokens/trained": 100.0, "seconds/wait": 1.0,
-                "seconds/update": 3.0, "seconds/publish": 0.25,
+                "seconds/update": 3.0, "seconds/publish": 0.25, **(metrics or {}),
             },
+            dropped=dropped,
             staleness={"mean": number / 4, "p99": 1.0, "max": float(number - 1)},
             finished_at=10.0 * number,
         )  # fmt: skip

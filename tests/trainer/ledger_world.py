@@ -70,7 +70,8 @@ class Scored:
 
 class World:
     """The logs and everything around the feed. The feed is `core`; a crash replaces it. `drops`:
-    the policy may drop groups though nothing was rolled back."""
+    the policy may drop groups though nothing was rolled back. `no_signal`: which groups are
+    filtered when they are read; then some are dropped, too."""
 
     def __init__(
         self,
@@ -82,6 +83,7 @@ class World:
         drops: bool = False,
     ) -> None:
         self.make, self.drops = make, drops
+        self.no_signal: Callable[[str], bool] = lambda group_id: False
         self.bound = make().bound
         self.batch_size, self.group_size = batch_size, group_size
         self.ends = [0] * num_partitions
@@ -202,8 +204,16 @@ class World:
             else:
                 versions = (record.oldest, record.newest)
                 oldest = stalest(versions, core.version, core.lineage)
-                core.arrived(record.at, oldest, record.newest, self.group_size)
+                self.arrive(record, oldest)
             core.passed(partition, offset)
+
+    def arrive(self, record: Scored, oldest: Version | None) -> None:
+        core, group_id = self.core, record.at.group_id
+        filtered = core.accounts.awaits(group_id) and self.no_signal(group_id)
+        reason = actions.FILTERED if filtered else actions.STALE
+        core.arrived(record.at, oldest, record.newest, self.group_size, drop_reason=reason)
+        if filtered:
+            core.drop(group_id, reason)
 
     def choose(self) -> None:
         step = self.core.choose()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ def group(step: int) -> Group:
 
 
 WEIGHTS = {Version(0, 2): 0.5}
+POLICY = ("staleness/drops", "staleness/cancels", "staleness/waits", "seconds/wait/")
+"""Metrics of what the staleness policy did."""
 
 
 class PlayedFeed:
@@ -58,6 +61,7 @@ class PlayedFeed:
             settings={"staleness_policy": "played", **(recorded(WEIGHTS) if step == 3 else {})},
             actions={"drops/stale": 2, "cancels/close/stale": 1} if step == 1 else {},
             waits={"rollouts": 0.5} if step == 1 else {},
+            mean_length=6.5 if step == 1 else None,
         )
 
 
@@ -166,16 +170,33 @@ def test_a_manifest_says_what_the_policy_did_and_what_it_is_executed_again_with(
 ) -> None:
     world.loop.run(threading.Event())
     first, second, third = world.steps.manifests()
-    policy = {k: v for k, v in first.metrics.items() if "stal" in k or "wait/" in k}
+    policy = {k: v for k, v in first.metrics.items() if k.startswith(POLICY)}
     assert policy == {
         "staleness/drops/stale": 2, "staleness/cancels/close/stale": 1,
         "staleness/waits/rollouts": 1, "seconds/wait/rollouts": 0.5,
     }  # fmt: skip
-    assert not any("stal" in name or "wait/" in name for name in second.metrics)
+    assert not any(name.startswith(POLICY) for name in second.metrics)
     assert [m.settings["staleness_policy"] for m in (first, second, third)] == ["played"] * 3
     assert weights_of(first.settings) == {}
     assert weights_of(third.settings) == WEIGHTS
     assert third.metrics["tokens/reweighted"] == 10.0
+
+
+def test_a_manifest_tells_reward_age_and_length_apart_and_what_is_wrong_is_logged_once(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each step's engine log-probs of -5 are made up: all fresh tokens differ, in all steps."""
+    caplog.set_level(logging.INFO, "trainer.alerts")
+    world.loop.run(threading.Event())
+    first, second, _ = world.steps.manifests()
+    told = ("reward/task/", "reward/staleness/", "staleness/tokens/", "length/")
+    assert {k: v for k, v in first.metrics.items() if k.startswith(told)} == {
+        "reward/task/a": 0.5, "reward/staleness/0": 0.5, "staleness/tokens/0": 10,
+        "length/generated": 5, "length/trained": 5, "length/arrived": 6.5,
+    }  # fmt: skip
+    assert "length/arrived" not in second.metrics
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert said[0].startswith("step 1: ALERT: gap: 100% of the 10 tokens that the trained version")
 
 
 def test_a_stall_of_the_trainer_before_is_over_before_its_steps_are_executed_again(

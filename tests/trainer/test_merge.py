@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from tests.trainer.recorded_log import (
     record_run,
 )
 from trainer.accounts import LedgerBroken
+from trainer.actions import drop_reasons, metrics
 from trainer.feed import StepInput
 from trainer.feed_state import FeedState, fresh
 from trainer.merge import Merge
@@ -60,7 +62,12 @@ class Merged:
     """What a merge gave until the log's end."""
 
     def __init__(
-        self, log: Cluster, at: Recovered | None = None, batch_size: int = 2, **changes: Any
+        self,
+        log: Cluster,
+        at: Recovered | None = None,
+        batch_size: int = 2,
+        no_signal: Callable[[Group], bool] = lambda group: False,
+        **changes: Any,
     ) -> None:
         ended: list[bool] = []
         self.steps: list[StepInput] = []
@@ -71,6 +78,7 @@ class Merged:
                 at or recovered(),
                 batch_size=batch_size,
                 untrainable=beyond_vocabulary,
+                no_signal=no_signal,
                 at_end=lambda: ended.append(True),
             )
         ) as merge:
@@ -209,4 +217,37 @@ def test_a_fork_of_the_shadow_leaves_out_what_it_excludes(cluster: Cluster) -> N
     again = Merged(cluster, replace(at, version=Version(1, 1)))
     assert again.steps[0].records == (second.records[1], third.records[0])
     assert again.steps[0].version == Version(1, 1)
-    assert again.steps[0].dropped[-1:] == (excluded,)
+    assert excluded in again.steps[0].dropped
+    assert again.steps[0].actions["drops/filtered"] == 1
+
+
+def test_a_shadow_filters_by_its_own_settings_and_goes_on_so_from_any_checkpoint(
+    cluster: Cluster,
+) -> None:
+    """Every third prompt's group carries no signal, by what the shadow trains."""
+    record_run(cluster, 8)
+
+    def third(group: Group) -> bool:
+        return int(group.group_id[-1]) % 3 == 0
+
+    whole = Merged(cluster, batch_size=1, no_signal=third)
+    granted = [(p, o) for first in (0, 4) for p in (0, 1) for o in range(first, first + 4)]
+    assert whole.places == [p for p in granted if p[1] % 3 and p not in PASSED_OVER]
+    assert whole.counts.dropped_by_reason == {"malformed": 1, "filtered": 5}
+    reasons: dict[str, str] = {}
+    for step in whole.steps:
+        reasons |= drop_reasons(as_step(step))
+    listed = {(int(g.split("/")[-2]), int(g[-1])): why for g, why in reasons.items()}
+    filtered = dict.fromkeys([(0, 0), (0, 6), (1, 0), (1, 3), (1, 6)], "filtered")
+    assert listed == filtered | {UNTRAINABLE: "malformed"}
+    state, later = whole.steps[1].snapshot, whole.steps[2:]
+    again = Merged(cluster, recovered(state, as_step(later[0])), batch_size=1, no_signal=third)
+    assert [(s.step, s.records, s.snapshot) for s in again.steps] == [
+        (s.step, s.records, s.snapshot) for s in later[1:]
+    ]
+
+
+def as_step(step: StepInput) -> Manifest:
+    return msgspec.structs.replace(
+        manifest(step), dropped=step.dropped, metrics=metrics(step.actions)
+    )

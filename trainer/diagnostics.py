@@ -1,0 +1,89 @@
+"""What a step trains, told apart: reward by task and by age, tokens by age, lengths.
+
+Groups, the ages of their versions and the weights of tokens over age enter; metrics leave. A sample
+counts once, however many branches it has.
+
+    reward/task/NAME         mean over the samples of the task
+    reward/staleness/BUCKET  mean over the samples whose oldest trained token is of that age
+    staleness/tokens/BUCKET  trained tokens of that age
+    length/generated         mean tokens sampled, a sample
+    length/trained           mean trained tokens, a sample
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from connectors.records import Group, Trajectory, Version
+from trainer.ages import UNKNOWN, Ages, row_ages
+from trainer.overdue import row_weights
+
+
+def step_metrics(
+    groups: Sequence[Group], ages: Ages, weights: Mapping[Version, float]
+) -> dict[str, float]:
+    """Of one step; what nothing falls under is left out. Rewards are those of the records, before
+    any shaping. A token that no version wrote has no age."""
+    by_task: defaultdict[str, list[float]] = defaultdict(list)
+    by_age: defaultdict[str, list[float]] = defaultdict(list)
+    tokens: Counter[str] = Counter()
+    lengths, num_trained = Lengths(), 0
+    for group in groups:
+        lengths.add(group)
+        for rows in _samples(group):
+            by_task[rows[0].task].append(rows[0].reward)
+            found = Counter[int]()
+            for row in rows:
+                trained = (row.loss_mask != 0) & (row_weights(row, weights) > 0)
+                trained[:1] = False  # nothing predicts it
+                num_trained += int(trained.sum())
+                found.update(row_ages(row, ages)[trained].tolist())
+            del found[UNKNOWN]
+            if found:
+                by_age[bucket(max(found))].append(rows[0].reward)
+            for age, count in found.items():
+                tokens[bucket(age)] += count
+    metrics = {f"reward/task/{name}": float(np.mean(r)) for name, r in by_task.items()}
+    metrics |= {f"reward/staleness/{name}": float(np.mean(r)) for name, r in by_age.items()}
+    metrics |= {f"staleness/tokens/{name}": float(count) for name, count in tokens.items()}
+    if (generated := lengths.mean()) is not None:
+        metrics["length/generated"] = generated
+        metrics["length/trained"] = num_trained / lengths.num_samples
+    return metrics
+
+
+def bucket(age: int) -> str:
+    """`ahead` below 0, each of 0 to 4 by itself, then 5-8, 9-16 and so on, twice as wide each."""
+    if age < 0:
+        return "ahead"
+    if age <= 4:
+        return str(age)
+    last = 1 << (age - 1).bit_length()
+    return f"{last // 2 + 1}-{last}"
+
+
+class Lengths:
+    """Tokens sampled, of groups added one by one."""
+
+    def __init__(self) -> None:
+        self.num_samples = self._num_tokens = 0
+
+    def add(self, group: Group) -> None:
+        self.num_samples += sum(1 for _ in _samples(group))
+        self._num_tokens += sum(s.end - s.start for t in group.trajectories for s in t.segments)
+
+    def mean(self) -> float | None:
+        """A sample; None without any."""
+        return self._num_tokens / self.num_samples if self.num_samples else None
+
+
+def _samples(group: Group) -> Iterator[list[Trajectory]]:
+    """The rows of each: `GROUP/k` and `GROUP/k/branch` are branches of sample k."""
+    found: defaultdict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in group.trajectories:
+        name = trajectory.trajectory_id.removeprefix(f"{group.group_id}/")
+        found[name.split("/")[0]].append(trajectory)
+    yield from found.values()
