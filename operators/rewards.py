@@ -1,7 +1,8 @@
 """Rewards: what a scorer sees (`Scored`), the built-in ones, and `Rewards`, which scores a group.
 
-A scorer is `score(sample, prompt) -> float | Mapping[str, float]`, async or plain. A mapping
-holds "reward"; its other keys become `reward_parts`. A scorer that raises, hangs or gives no
+A scorer is `score(sample, prompt) -> float | Mapping[str, Any]`, async or plain. A mapping holds
+"reward", or "turns", a list of a number for each turn of the sample, whose sum is the reward if it
+holds no other. Its other keys become `reward_parts`. A scorer that raises, hangs or gives no
 finite number is tried again and then closes its whole group with the reason: an outage is never a
 zero."""
 
@@ -12,7 +13,7 @@ import functools
 import importlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
@@ -22,11 +23,14 @@ import msgspec
 import numpy as np
 
 from connectors.records import Closed, Group, Prompt, Trajectory
+from connectors.turns import ends_of, turns_of
 from operators.branches import BRANCH, TRANSCRIPT
 from operators.llm import Text
 from operators.user_code import TookTooLong, UserCode, clean, said
 
 RETRY_PAUSE_S: Final = 0.2  # doubled each time
+TURN: Final = "turn"
+"""Name of a turn's reward among `Trajectory.rewards`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +39,13 @@ class Scored:
 
     text      of the last turn the policy wrote, special tokens left out
     messages  the whole conversation: the prompt's messages and what was said after them
+    turns     how many the policy took, over all branches (connectors/turns.py)
     """
 
     trajectory: Trajectory
     text: str
     messages: tuple[Mapping[str, Any], ...]
+    turns: int
 
 
 Scorer = Callable[[Scored, Prompt], Any]
@@ -160,13 +166,14 @@ class Rewards:
         if all(math.isfinite(row.reward) for row in rows):
             return rows
         last = max(rows, key=lambda row: row.finished_at)
-        sample = self.decoded(last, prompt)
+        ends = ends_of(turns_of(row.loss_mask for row in rows))
+        sample = self.decoded(last, prompt, len(ends))
         for attempt in range(task.retries + 1):
             if attempt:
                 await asyncio.sleep(RETRY_PAUSE_S * 2 ** (attempt - 1))
             try:
-                reward, parts = _numbers(await self._score(task, sample, prompt))
-                return [replace(row, reward=reward, reward_parts=parts) for row in rows]
+                found = _numbers(await self._score(task, sample, prompt), len(ends))
+                return [_rewarded(row, at, found, ends) for at, row in enumerate(rows)]
             except _Unscored as error:
                 failure = error
             except TookTooLong as error:
@@ -182,13 +189,13 @@ class Rewards:
             partial(task.score, sample, prompt), timeout_s=task.timeout_s
         )
 
-    def decoded(self, row: Trajectory, prompt: Prompt) -> Scored:
-        """What a scorer is shown of `row`."""
+    def decoded(self, row: Trajectory, prompt: Prompt, turns: int = 1) -> Scored:
+        """What a scorer is shown of `row`, of a sample of so many turns."""
         text = self._text.decode(_last_turn(row))
         said = row.metadata.get(TRANSCRIPT)
         after = msgspec.json.decode(said) if said else [{"role": "assistant", "content": text}]
         asked = prompt.messages or [{"role": "user", "content": prompt.prompt or ""}]
-        return Scored(trajectory=row, text=text, messages=(*asked, *after))
+        return Scored(trajectory=row, text=text, messages=(*asked, *after), turns=turns)
 
 
 def _without_branch(row: Trajectory) -> str:
@@ -207,16 +214,43 @@ def _last_turn(row: Trajectory) -> list[int]:
     return ids
 
 
-def _numbers(made: Any) -> tuple[float, dict[str, float]]:
-    """Reward and parts of what a scorer returned; _Unscored unless all are finite in float32."""
-    if isinstance(made, Mapping):
-        if "reward" not in made:
-            raise _Unscored("reward_failed", f"the mapping has no reward, only {sorted(made)}")
-        parts = {
-            clean(str(name)): _number(value) for name, value in made.items() if name != "reward"
-        }
-        return _number(made["reward"]), parts
-    return _number(made), {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reward:
+    """What a scorer returned. `turns`: () where it gave no number for each."""
+
+    reward: float
+    parts: Mapping[str, float]
+    turns: tuple[float, ...] = ()
+
+
+def _numbers(made: Any, num_turns: int) -> _Reward:
+    """_Unscored unless all numbers are finite in float32, and those of turns as many."""
+    if not isinstance(made, Mapping):
+        return _Reward(reward=_number(made), parts={})
+    given, turns = dict(made), tuple[float, ...]()
+    if isinstance(given.get("turns"), list | tuple | np.ndarray):  # a number would be a part
+        turns = tuple(_number(value) for value in given.pop("turns"))
+        if len(turns) != num_turns:
+            raise _Unscored("reward_failed", f"{len(turns)} rewards of turns, it has {num_turns}")
+        given.setdefault("reward", math.fsum(turns))
+    if "reward" not in given:
+        raise _Unscored("reward_failed", f"the mapping has no reward, only {sorted(made)}")
+    reward = _number(given.pop("reward"))
+    parts = {clean(str(name)): _number(value) for name, value in given.items()}
+    return _Reward(reward=reward, parts=parts, turns=turns)
+
+
+def _rewarded(
+    row: Trajectory, at: int, found: _Reward, ends: Sequence[tuple[int, int]]
+) -> Trajectory:
+    """`row`, the sample's row number `at`; a turn's reward is earned at its last token."""
+    placed = zip(ends, found.turns, strict=False)
+    return replace(
+        row,
+        reward=found.reward,
+        reward_parts=found.parts,
+        rewards=tuple((token, value, TURN) for (of, token), value in placed if of == at),
+    )
 
 
 def _number(value: Any) -> float:

@@ -9,8 +9,8 @@ credit is itself or, with `credit = "turn"`, each of its turns (connectors/turns
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +46,7 @@ def advantages(
         return [np.zeros(len(mask)) for mask in rows.masks]
     found: list[Floats] = advantage(
         trainer.advantage,
-        rewards=rows.rewards + _penalties(groups, trainer),
+        rewards=_rewards(groups, trainer),
         groups=rows.groups,
         mask=rows.masks,
         samples=samples_of(groups),
@@ -108,21 +108,29 @@ def samples_of(groups: Sequence[Group]) -> Ints:
     return np.array([sample_of(t) for t in trajectories(groups)], np.int64)
 
 
-def _penalties(groups: Sequence[Group], trainer: Trainer) -> Floats:
-    """[N], what a sample's length adds to its reward."""
-    rule = trainer.overlong
-    if rule is None:
-        return np.zeros(sum(len(group.trajectories) for group in groups))
-    generated: Counter[tuple[int, int]] = Counter()
+def _rewards(groups: Sequence[Group], trainer: Trainer) -> Floats:
+    """[N], of each row's sample, shaped by its length. A reward that is the sum of its parts as far
+    as a record, which holds float32, can tell is their sum: rounding is nobody's merit."""
+    told = np.array([t.reward for t in trajectories(groups)], np.float64)
+    parts = _totals(groups, lambda t: sum(value for _, value, _ in t.rewards))
+    rewards = np.where(told.astype(np.float32) == parts.astype(np.float32), parts, told)
+    if (rule := trainer.overlong) is not None:
+        rewards += overlong(
+            _totals(groups, lambda t: int(np.count_nonzero(t.loss_mask))),
+            max_length=rule.max_length,
+            buffer=rule.buffer,
+            penalty=rule.penalty,
+        )
+    return rewards
+
+
+def _totals(groups: Sequence[Group], of: Callable[[Trajectory], float]) -> Floats:
+    """[N], the sum over the rows of each row's sample."""
+    totals: dict[tuple[int, int], float] = defaultdict(float)
     keys = [(g, sample_of(t)) for g, group in enumerate(groups) for t in group.trajectories]
     for key, trajectory in zip(keys, trajectories(groups), strict=True):
-        generated[key] += int(np.count_nonzero(trajectory.loss_mask))
-    return overlong(
-        [generated[key] for key in keys],
-        max_length=rule.max_length,
-        buffer=rule.buffer,
-        penalty=rule.penalty,
-    )
+        totals[key] += of(trajectory)
+    return np.array([totals[key] for key in keys], np.float64)
 
 
 def _placed(trajectory: Trajectory) -> Floats:

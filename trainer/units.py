@@ -147,13 +147,11 @@ def of_tokens(rows: Rows, parts: Sequence[Floats], gamma: float) -> tuple[Units,
 
 
 def _returns(earned: Floats, reward: float, discount: float) -> Floats:
-    """G_k = r_k + discount * G_{k+1}, where r is `earned` and, last, what is left of `reward`; that
-    is nothing where a record, which holds float32, can tell no difference."""
+    """G_k = r_k + discount * G_{k+1}, where r is `earned` and, last, what is left of `reward`."""
     if not len(earned):
         return earned
     parts = earned.tolist()
-    if np.float32(sum(parts)) != np.float32(reward):
-        parts[-1] = reward - sum(parts[:-1])
+    parts[-1] = reward - sum(parts[:-1])
     returns = accumulate(reversed(parts), lambda later, part: part + discount * later)
     return np.array(list(returns)[::-1])
 

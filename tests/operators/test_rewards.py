@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from connectors.arrow import decode_group, encode_group
 from connectors.records import Closed, Group, Origin, Prompt, Trajectory
 from connectors.text import Text
 from operators import rewards
@@ -122,6 +123,69 @@ def test_a_forked_trajectory_is_scored_once_for_all_its_rows(text: Text) -> None
     group = replace(a_group(text, "x"), trajectories=(first, last, other))
     (ended,) = score_all(text, rewards.exact_match, group)
     assert rewards_of(ended) == [1.0, 1.0, 0.0]
+
+
+def test_a_turn_s_reward_is_earned_at_its_last_token_and_their_sum_is_the_reward(
+    text: Text,
+) -> None:
+    def score(sample: Scored, prompt: Prompt) -> dict[str, Any]:
+        assert sample.turns == 2
+        return {"turns": [0.25, np.float32(0.5)], "length": 2}
+
+    one = row(text, 0, "calc(12+7)", "19", rewards=((0, 9.0, "another scorer's"),))
+    (ended,) = score_all(text, score, replace(a_group(text, "x"), trajectories=(one,)))
+    assert isinstance(ended, Group)
+    (scored,) = ended.trajectories
+    assert scored.reward == 0.75
+    assert scored.reward_parts == {"length": 2.0}
+    (first, _, _), (second, _, _) = scored.rewards
+    assert scored.rewards == ((first, 0.25, "turn"), (second, 0.5, "turn"))
+    assert scored.tokens[[first, second]].tolist() == [END, END]
+    assert scored.loss_mask[[first, first + 1, second, second + 1]].tolist() == [1, 0, 1, 0]
+    assert decode_group(encode_group(ended)).trajectories[0].rewards == scored.rewards
+
+
+def test_turns_are_counted_over_all_branches_and_may_have_a_reward_beside_them(text: Text) -> None:
+    branches = (
+        row(text, 0, "a", "b", finished_at=1.0),
+        row(text, 0, "c", trajectory_id=f"{ORIGIN}/0/1", metadata={"headwater.branch": "1"}),
+    )
+    group = replace(a_group(text, "x"), trajectories=branches)
+    (ended,) = score_all(
+        text, lambda sample, prompt: {"reward": 7.0, "turns": (1.0, 2.0, 3.0)}, group
+    )
+    assert rewards_of(ended) == [7.0, 7.0]
+    assert isinstance(ended, Group)
+    assert [[v for _, v, _ in t.rewards] for t in ended.trajectories] == [[1.0, 2.0], [3.0]]
+
+
+def test_a_number_named_turns_is_a_part_as_any_other(text: Text) -> None:
+    (ended,) = score_all(
+        text, lambda sample, prompt: {"reward": 1.0, "turns": 3}, a_group(text, "x")
+    )
+    assert isinstance(ended, Group)
+    assert ended.trajectories[0].reward_parts == {"turns": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("turns", "reason", "message"),
+    [
+        ([1.0], "reward_failed", "1 rewards of turns, it has 2"),
+        ([1.0, 2.0, 3.0], "reward_failed", "3 rewards of turns, it has 2"),
+        ([], "reward_failed", "0 rewards of turns, it has 2"),
+        ([1.0, float("nan")], "reward_nan", "nan is not finite"),
+        ([3e38, 3e38], "reward_nan", "e+38 is not finite"),
+        ([1.0, "2"], "reward_failed", "'2' is no number"),
+        (2.0, "reward_failed", "the mapping has no reward, only ['turns']"),
+    ],
+)
+def test_rewards_that_are_not_those_of_the_turns_close_the_group(
+    text: Text, turns: Any, reason: str, message: str
+) -> None:
+    group = replace(a_group(text, "x"), trajectories=(row(text, 0, "a", "b"),))
+    (ended,) = score_all(text, lambda sample, prompt: {"turns": turns}, group, retries=0)
+    assert isinstance(ended, Closed)
+    assert (ended.reason, message in ended.message) == (reason, True), ended.message
 
 
 def test_a_reward_the_agent_set_is_kept_and_no_scorer_is_asked(text: Text) -> None:
