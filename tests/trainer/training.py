@@ -7,13 +7,14 @@ process of its own, trains steps FIRST to LAST and prints step, digest and a ran
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from connectors.config import Model, Trainer
 from trainer.advantages import advantage
@@ -54,8 +55,16 @@ def advantages_of(rows: Rows) -> list[NDArray[Any]]:
 
 def train(engine: TrainingEngine, seed: int, *, max_tokens: int = 120) -> StepResult:
     """One step on `random_rows(seed)`."""
-    rows = random_rows(seed)
-    return engine.step(rows, assign(rows, max_tokens), advantages_of(rows), seed)
+    return step(engine, random_rows(seed), seed, max_tokens=max_tokens)
+
+
+def step(
+    engine: TrainingEngine, rows: Rows, seed: int = 0, *, max_tokens: int = 120, **settings: Any
+) -> StepResult:
+    """One step on `rows`, with other settings than the engine's where given."""
+    trainer = engine._trainer.model_copy(update=settings)
+    micro_batches = assign(rows, max_tokens, trainer.num_minibatches)
+    return engine.step(rows, micro_batches, advantages_of(rows), seed, trainer)
 
 
 class PlainLoop:
@@ -71,21 +80,32 @@ class PlainLoop:
             weight_decay=SETTINGS.weight_decay,
         )
 
-    def step(self, rows: Rows, advantages: Sequence[NDArray[Any]]) -> float:
+    def step(
+        self,
+        rows: Rows,
+        advantages: Sequence[NDArray[Any]],
+        *,
+        chosen: Sequence[int] | None = None,
+        prox: Callable[[int, Tensor], Tensor] = lambda i, current: current,
+        reference: PlainLoop | None = None,
+        kl_coefficient: float = 0.0,
+    ) -> float:
+        """One optimizer step on the rows `chosen`. `prox`: the proximal policy's log-probs of row
+        i's trained tokens, from the current ones."""
         self.optimizer.zero_grad()
         losses = []
-        for i, ids in enumerate(rows.tokens):
-            tokens = torch.from_numpy(ids.astype(np.int64))[None]
-            logits = self.model(input_ids=tokens).logits[0, :-1] / TEMPERATURE
-            current = torch.log_softmax(logits, -1).gather(1, tokens[0, 1:, None])[:, 0]
-            trained = torch.from_numpy(rows.masks[i][1:])
-            current = current[trained]
-            start = current.detach()
-            weight = (start - torch.from_numpy(rows.logprobs[i][1:])[trained]).exp().clamp(max=2.0)
-            gain = torch.from_numpy(advantages[i][1:])[trained]
+        for i in range(len(rows)) if chosen is None else chosen:
+            trained = torch.from_numpy(rows.masks[i])
+            current = self._current(rows, i)
+            start = prox(i, current.detach())
+            weight = (start - torch.from_numpy(rows.logprobs[i])[trained]).exp().clamp(max=2.0)
+            gain = torch.from_numpy(advantages[i])[trained]
             ratio = (current - start).exp()
             surrogate = torch.min(gain * ratio, gain * ratio.clamp(0.8, 1.2))
             losses.append(-(weight * surrogate))
+            if reference is not None:
+                gap = torch.from_numpy(reference.logprobs(rows, [i])) - current
+                losses[-1] = losses[-1] + kl_coefficient * (gap.exp() - 1 - gap)
         loss = torch.cat(losses).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), SETTINGS.max_grad_norm)
@@ -95,13 +115,13 @@ class PlainLoop:
     @torch.no_grad()
     def logprobs(self, rows: Rows, chosen: Sequence[int]) -> NDArray[np.float64]:
         """Of the trained tokens of the rows `chosen`, one after the other."""
-        found = []
-        for i in chosen:
-            tokens = torch.from_numpy(rows.tokens[i].astype(np.int64))[None]
-            logits = self.model(input_ids=tokens).logits[0, :-1].double() / TEMPERATURE
-            current = torch.log_softmax(logits, -1).gather(1, tokens[0, 1:, None])[:, 0]
-            found.append(current[torch.from_numpy(rows.masks[i][1:])].numpy())
-        return np.concatenate(found)
+        return np.concatenate([self._current(rows, i).numpy() for i in chosen])
+
+    def _current(self, rows: Rows, i: int) -> Tensor:
+        tokens = torch.from_numpy(rows.tokens[i].astype(np.int64))[None]
+        logits = self.model(input_ids=tokens).logits[0, :-1].double() / TEMPERATURE
+        current = torch.log_softmax(logits, -1).gather(1, tokens[0, 1:, None])[:, 0]
+        return current[torch.from_numpy(rows.masks[i][1:])]
 
 
 def main(model: str, store_path: str, first: str, last: str) -> None:
