@@ -227,11 +227,10 @@ def main(folder: str) -> int:
         outcomes[name] = measure(config, steps, trainer)
         print(line(name, outcomes[name], outcomes["default"]), flush=True)
     print(
-        "\nEvery setting trains the same recorded answers, so the reward is the same in each row: "
-        "it is no\nmeasure of a setting. They were sampled by the policy of the run that recorded "
-        "them: as soon as\nweights differ from its, they are off-policy, which is what KL behaviour "
-        "grows by. Time is the\nprocessor's for the median step, over the default's "
-        f"{outcomes['default'].cpu_s:.2g} s."
+        "\nEvery setting trains the same recorded answers: the reward is the same in each row and no "
+        "measure of\na setting. The policy of the run that recorded them sampled them, so they are "
+        "off-policy as soon as\nweights differ from its: KL behaviour grows. Time is the processor's "
+        f"for the median step, over the\ndefault's {outcomes['default'].cpu_s:.2g} s."
     )
     return 0 if all(outcome.is_finite for outcome in outcomes.values()) else 1
 

@@ -1,0 +1,148 @@
+"""The whole family trains: each setting of the benchmark, some steps on the same groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.algorithms import Outcome, Recorded, around, family, line, measure
+from connectors.algorithms import (
+    ESTIMATORS,
+    KL,
+    LOSSES,
+    Aggregation,
+    Correction,
+    Level,
+    Proximal,
+    Rejection,
+)
+from connectors.config import Config, parse
+from connectors.records import Group, Prompt, Segment, Trajectory, Version
+from tests.test_docs import ROOT
+from tests.trainer.groups import trainable_group
+from trainer.diagnostics import step_metrics
+from trainer.logprobs import PolicyModel
+
+NUM_STEPS = 3
+AGES = {Version(0, 1): 2, Version(0, 2): 1, Version(0, 3): 0}
+
+
+@pytest.fixture(scope="module")
+def config(tiny_model_path: Path) -> Config:
+    table = {
+        "model": {"path": str(tiny_model_path)},
+        "tasks": {"a": {"reward": "exact_match"}},
+        "sampling": {"max_tokens": 5},
+        "trainer": {"groups_per_step": 4, "learning_rate": 1e-3},
+    }
+    return parse(table, base_dir="/")
+
+
+@pytest.fixture(scope="module")
+def steps(config: Config, tiny_model_path: Path) -> list[Recorded]:
+    """Of two samples a group, of each age, whose log-probs are the model's own and some noise."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+    policy = PolicyModel(model, config.sampling.temperature)
+    rng = np.random.default_rng(0)
+    versions = list(AGES)
+
+    def sampled(row: Trajectory, version: Version) -> Trajectory:
+        tokens, mask = (
+            torch.from_numpy(a.astype(np.int64))[None] for a in (row.tokens, row.loss_mask)
+        )
+        with torch.no_grad():
+            logprobs, _ = policy(tokens, torch.arange(len(row.tokens))[None], mask != 0)
+        noisy = logprobs[0].numpy() + rng.normal(0, 0.1, len(row.tokens)).astype(np.float32)
+        return replace(
+            row,
+            logprobs=np.where(row.loss_mask != 0, noisy, np.nan).astype(np.float32),
+            segments=(Segment(3, 8, version.incarnation, version.number),),
+        )
+
+    def group(number: int) -> Group:
+        made = trainable_group(f"p/0/{number}", versions[0], seed=number)
+        version = versions[number % len(versions)]
+        rows = tuple(sampled(row, version) for row in made.trajectories)
+        prompt = Prompt(task="a", id=str(number), prompt="x")
+        return replace(made, prompt=prompt, trajectories=rows)
+
+    return [
+        Recorded(groups=[group(4 * s + g) for g in range(4)], ages=AGES, weights={}, seed=s)
+        for s in range(NUM_STEPS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def outcomes(config: Config, steps: list[Recorded]) -> dict[str, Outcome]:
+    base = around(config)
+    return {name: measure(config, steps, trainer) for name, trainer in family(base).items()}
+
+
+def test_the_family_is_every_name_once(config: Config) -> None:
+    found = family(around(config))
+    assert len(set(map(str, found.values()))) == len(found)
+    levels = len(get_args(Level))
+    # Less the default's own names; "reuse" and "recompute" are those of the default and of `ppo`.
+    assert len(found) == sum(
+        (
+            1,
+            len(ESTIMATORS) - 1,
+            len(LOSSES),
+            len(get_args(Aggregation)) - 1,
+            1 + (len(get_args(Correction)) - 1) * levels - 1,
+            (len(get_args(Rejection)) - 1) * levels,
+            len(get_args(Proximal)) - 2,
+            len(get_args(KL)),
+        )
+    )
+    assert len(found) == 45
+    assert all(trainer.problem() is None for trainer in found.values())
+
+
+def test_each_trains_and_every_number_is_finite(outcomes: dict[str, Outcome]) -> None:
+    assert [name for name, found in outcomes.items() if not found.is_finite] == []
+    assert [name for name, found in outcomes.items() if not found.has_changed] == []
+    assert {name: found.skipped for name, found in outcomes.items() if found.skipped} == {}
+
+
+def test_what_each_is_for_is_seen_in_its_numbers(outcomes: dict[str, Outcome]) -> None:
+    last = {name: found.metrics[-1] for name, found in outcomes.items()}
+    assert last["default"]["loss/ratio_mean"] == 1.0
+    assert last["loss ppo, 2 mini-batches"]["loss/ratio_mean"] != 1.0
+    assert last["proximal behaviour, 2 mini-batches"]["kl/behaviour"] == 0.0
+    assert last["kl k3"]["kl/reference"] > 0
+    assert "kl/reference" not in last["default"]
+    assert outcomes["advantage spo"].metrics[0]["value/prompts"] == 4
+
+
+def test_every_metric_is_on_the_page(outcomes: dict[str, Outcome], steps: list[Recorded]) -> None:
+    page = (ROOT / "docs/algorithms.md").read_text()
+    found = {key for outcome in outcomes.values() for step in outcome.metrics for key in step}
+    for step in steps:
+        found |= step_metrics(step.groups, step.ages, step.weights).keys()
+    for prefix, pattern in (
+        ("reward/task/", "reward/task/NAME"),
+        ("reward/staleness/", "reward/staleness/BUCKET"),
+        ("staleness/tokens/", "staleness/tokens/BUCKET"),
+    ):
+        found = {pattern if key.startswith(prefix) else key for key in found}
+    known = {key for key in found if key.startswith("seconds/") or f"`{key}`" in page}
+    assert found - known == set()
+
+
+def test_a_row_of_the_table_says_what_was_not_finite(
+    outcomes: dict[str, Outcome],
+) -> None:
+    default = outcomes["default"]
+    cells = line("default", default, default).strip("| ").split(" | ")
+    assert (cells[:3], cells[-1]) == (["default", "3", "no"], "1.00")
+    broken = replace(default, is_finite=False, skipped=["nan_gradient"])
+    cells = line("x", broken, default).strip("| ").split(" | ")
+    assert cells[:3] == ["x", "2", "YES"]
