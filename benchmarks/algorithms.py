@@ -68,6 +68,12 @@ COLUMNS: Final[Mapping[str, str]] = {
 }
 """Means over the steps, by heading."""
 
+NOTE: Final = """
+Every setting trains the same recorded answers: the reward is the same in each row and no measure of
+a setting. The policy of the run that recorded them sampled them, so they are off-policy as soon as
+weights differ from its: KL behaviour grows. Numbers between reward and time are means over the
+steps, time is the processor's for the median step, over the default's {cpu_s:.2g} s."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
@@ -226,12 +232,7 @@ def main(folder: str) -> int:
     for name, trainer in family(base).items():
         outcomes[name] = measure(config, steps, trainer)
         print(line(name, outcomes[name], outcomes["default"]), flush=True)
-    print(
-        "\nEvery setting trains the same recorded answers: the reward is the same in each row and no "
-        "measure of\na setting. The policy of the run that recorded them sampled them, so they are "
-        "off-policy as soon as\nweights differ from its: KL behaviour grows. Time is the processor's "
-        f"for the median step, over the\ndefault's {outcomes['default'].cpu_s:.2g} s."
-    )
+    print(NOTE.format(cpu_s=outcomes["default"].cpu_s))
     return 0 if all(outcome.is_finite for outcome in outcomes.values()) else 1
 
 
