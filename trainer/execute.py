@@ -20,14 +20,14 @@ from trainer.engine import TrainingEngine
 from trainer.overdue import Weights, counts
 
 SETTINGS: Final = (
-    "advantage", "advantage_parameters", "credit", "discount", "overlong", "loss",
-    "loss_parameters", "aggregation", "aggregation_constant", "correction", "correction_level",
-    "correction_low", "correction_cap", "proximal", "rejection", "rejection_level",
-    "rejection_low", "rejection_high", "entropy_coefficient", "kl_coefficient", "kl",
-    "num_minibatches", "learning_rate", "weight_decay", "max_grad_norm",
+    "advantage", "advantage_parameters", "credit", "discount", "filter_groups", "overlong",
+    "loss", "loss_parameters", "aggregation", "aggregation_constant", "correction",
+    "correction_level", "correction_low", "correction_cap", "proximal", "rejection",
+    "rejection_level", "rejection_low", "rejection_high", "entropy_coefficient", "kl_coefficient",
+    "kl", "num_minibatches", "learning_rate", "weight_decay", "max_grad_norm",
 )  # fmt: skip
-"""Keys of `[trainer]` that a step's weights depend on; recorded in its manifest."""
-_TABLES: Final = ("advantage_parameters", "loss_parameters", "overlong")
+"""Keys of `[trainer]` that a step's groups and weights depend on; recorded in its manifest."""
+_TABLES: Final = ("advantage_parameters", "filter_groups", "loss_parameters", "overlong")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +69,8 @@ def recorded(trainer: Trainer, manifest: Manifest) -> Trainer:
 
 
 def _text(value: Any) -> float | str:
-    """A table, or none, as JSON: a manifest holds numbers and text."""
-    if isinstance(value, float | int | str):
+    """A table, a flag or none as JSON: a manifest holds numbers and text."""
+    if isinstance(value, float | int | str) and not isinstance(value, bool):
         return value
     return msgspec.json.encode(
         value.model_dump() if isinstance(value, Overlong) else value

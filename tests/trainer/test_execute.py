@@ -5,7 +5,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from connectors.config import Trainer
+from connectors.config import Overlong, Trainer
 from connectors.records import (
     Group,
     Manifest,
@@ -81,7 +81,8 @@ def test_what_is_trainable_follows_the_estimator() -> None:
 def test_a_manifest_s_settings_give_the_same_mathematics_back() -> None:
     trainer = Trainer(
         advantage="grpo", advantage_parameters={"epsilon": 1e-4}, learning_rate=0.5,
-        num_minibatches=4, proximal="recompute", kl_coefficient=0.01, kl="k2",
+        num_minibatches=4, proximal="recompute", kl_coefficient=0.01, kl="k2", filter_groups=True,
+        overlong=Overlong(max_length=9, buffer=2),
     )  # fmt: skip
     written = settings(trainer, 0.7)
     manifest = Manifest(
