@@ -70,6 +70,23 @@ def config_file(tmp_path: Path, text: str) -> Path:
             "trainer.credit: reinforce++ credits each token, so it takes only 'sample', got 'turn'",
         ),
         (
+            "[trainer]\nnum_minibatches = 2",
+            "trainer.proximal: 'reuse' is the policy at the step's start only while num_minibatch",
+        ),
+        (
+            "[trainer]\nnum_minibatches = 2\nloss = 'reinforce'\ncorrection = 'none'\n"
+            "rejection = 'k1'",
+            "trainer.proximal: 'reuse' is the policy at the step's start only while num_minibatch",
+        ),
+        (
+            "[trainer]\nkl_coefficient = -0.1",
+            "trainer.kl_coefficient: input should be greater than or equal to 0, got -0.1",
+        ),
+        (
+            "[trainer]\nnum_minibatches = 3\ngroups_per_step = 2\nproximal = 'recompute'",
+            "trainer.num_minibatches: must be at most groups_per_step (2), got 3",
+        ),
+        (
             "[trainer]\ndiscount = 0.9",
             "trainer.discount: is of turns and needs credit = 'turn', got 0.9",
         ),
@@ -212,3 +229,18 @@ def test_relative_paths_start_at_the_files_folder(tmp_path: Path) -> None:
     config = load(config_file(tmp_path, MINIMAL))
     assert config.resolve(config.model.path) == tmp_path / "m"
     assert config.resolve("/abs") == Path("/abs")
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "proximal = 'loglinear'",
+        "loss = 'reinforce'\ncorrection = 'none'",
+        "loss = 'imitation'\ncorrection = 'none'\nproximal = 'reuse'",
+    ],
+)
+def test_several_optimizer_steps_go_with_what_is_not_measured_from_the_forward_s_own(
+    tmp_path: Path, lines: str
+) -> None:
+    text = f"{MINIMAL}group_size = 2\n[trainer]\nnum_minibatches = 2\n{lines}\n"
+    assert load(config_file(tmp_path, text)).trainer.num_minibatches == 2

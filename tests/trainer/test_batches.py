@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from connectors.records import Group, Origin, Prompt, Segment, Trajectory, Version
 from trainer.ages import UNKNOWN
-from trainer.batches import BadTrajectory, Rows, assign, check_assignment, collate, flatten
+from trainer.batches import (
+    BadTrajectory,
+    Rows,
+    assign,
+    check_assignment,
+    collate,
+    cut,
+    flatten,
+    minibatch_of,
+)
 
 
 def trajectory(
@@ -169,6 +178,52 @@ def test_an_assignment_that_does_not_cover_the_rows_once_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match="do not cover the 3 trained rows once"):
         check_assignment(rows_of([3, 3, 3, 3], untrained=[3]), wrong)
+
+
+def test_a_step_s_groups_are_cut_into_mini_batches_in_order_by_hand() -> None:
+    masks = [0, 1], [0, 1, 1]
+    rows = flatten([group(name, *masks) for name in "abcde"])
+    # Five groups into two: 0 0 0 1 1; into three: 0 0 1 1 2; into seven: 0 1 2 4 5, two are empty.
+    parts = {2: [0, 0, 0, 1, 1], 3: [0, 0, 1, 1, 2], 7: [0, 1, 2, 4, 5]}
+    for num, expected in parts.items():
+        assert minibatch_of(rows, num)[::2].tolist() == expected
+        assert minibatch_of(rows, num)[1::2].tolist() == expected
+    assert assign(rows, 100, 2) == ((1, 3, 5, 0, 2, 4), (7, 9, 6, 8))
+    assert cut(rows, ((1, 3), (5, 0, 2, 4), (7, 9, 6, 8)), 2) == [
+        [(1, 3), (5, 0, 2, 4)], [(7, 9, 6, 8)],
+    ]  # fmt: skip
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=12),
+    num_minibatches=st.integers(1, 14),
+    budget=st.integers(1, 60),
+    data=st.data(),
+)
+def test_no_micro_batch_is_of_two_mini_batches_and_theirs_follow_each_other(
+    sizes: list[int], num_minibatches: int, budget: int, data: st.DataObject
+) -> None:
+    masks = st.lists(st.sampled_from([0, 1]), min_size=1, max_size=9)
+    groups = [group(f"g{i}", *(data.draw(masks) for _ in range(n))) for i, n in enumerate(sizes)]
+    rows = flatten(groups)
+    batches, part = assign(rows, budget, num_minibatches), minibatch_of(rows, num_minibatches)
+    check_assignment(rows, batches, num_minibatches)
+    parts = cut(rows, batches, num_minibatches)
+    assert [batch for found in parts for batch in found] == list(batches)
+    of_parts = [sorted({int(part[i]) for batch in found for i in batch}) for found in parts]
+    assert all(len(numbers) == 1 for numbers in of_parts)
+    assert of_parts == sorted(of_parts)
+
+
+@pytest.mark.parametrize("wrong", [((0, 2), (1,), (3,)), ((2, 3), (0, 1)), ((0,), (2, 3), (1,))])
+def test_micro_batches_of_other_mini_batches_are_refused(
+    wrong: tuple[tuple[int, ...], ...],
+) -> None:
+    rows = flatten([group("a", [0, 1], [0, 1]), group("b", [0, 1], [0, 1])])
+    check_assignment(rows, wrong)
+    check_assignment(rows, ((1, 0), (2,), (3,)), 2)
+    with pytest.raises(ValueError, match="are not those of 2 mini-batches in order"):
+        check_assignment(rows, wrong, 2)
 
 
 def test_tensors_are_padded_on_the_right_and_hide_what_is_not_trained() -> None:

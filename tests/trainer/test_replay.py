@@ -63,6 +63,21 @@ def test_replay_goes_on_from_the_checkpoint_of_a_rebuild_made_elsewhere(world: T
     assert elsewhere.version.incarnation == 1
 
 
+def test_steps_of_several_optimizer_steps_are_replayed_and_recovered(world: Trained) -> None:
+    settings = {"num_minibatches": B, "proximal": "recompute", "kl_coefficient": 0.1, "kl": "k2"}
+    trainer = world.config.trainer
+    several = trainer.model_copy(update=settings)
+    world.config = world.config.model_copy(update={"trainer": several})
+    world.train(world.start(), 2)
+    world.save(world.start())
+    held = world.train(world.start(), 2)
+    assert all(len(manifest.micro_batches) == B for manifest in world.steps.manifests())
+    found = world.start()
+    assert (found.step, found.digest, found.rebuilt) == (4, held.digest, False)
+    world.config = world.config.model_copy(update={"trainer": trainer})  # now another one's
+    assert (world.replay().steps, world.replay().equal) == (4, True)
+
+
 def test_a_step_of_another_machine_differs_here_and_is_named(world: Trained) -> None:
     world.train(world.start(), 2)
     found = world.start(OtherMachine)
