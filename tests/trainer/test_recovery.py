@@ -50,9 +50,9 @@ class OtherMachine(TrainingEngine):
         return {**super().environment(), "device": self.name}
 
     def step(self, *arguments: Any, **named: Any) -> StepResult:
-        *others, trainer = arguments
+        rows, micro_batches, advantages, seed, trainer = arguments
         rounded = trainer.model_copy(update={"learning_rate": trainer.learning_rate * 1.001})
-        return super().step(*others, rounded, **named)
+        return super().step(rows, micro_batches, advantages, seed, rounded, **named)
 
 
 class SameBits(TrainingEngine):
@@ -176,6 +176,24 @@ def test_a_recovered_trainer_holds_what_the_dead_one_held_and_its_ledger_is_fold
     assert not found.rebuilt
     assert found.state.version == Version(0, 3)
     assert (found.state.counts.granted, found.state.counts.trained) == (3 * B, 3 * B)
+
+
+def test_the_values_of_prompts_are_recovered_with_the_weights(world: World) -> None:
+    spo = world.config.trainer.model_copy(
+        update={"advantage": "spo", "advantage_parameters": {"half_life": 1e-6}}
+    )
+    world.config = world.config.model_copy(update={"trainer": spo})
+    world.train(world.start(), 2)
+    saved = world.start()
+    world.save(saved)
+    held = world.train(saved, 3)
+    assert world.engine is not None
+    tracker = world.engine.tracker
+    found = world.start()
+    assert (found.step, found.digest, found.rebuilt) == (5, held.digest, False)
+    assert world.engine.tracker == tracker
+    assert tracker.scores["a"].num == 5 * B * 2
+    assert tracker.length > 0
 
 
 def test_on_another_machine_with_other_bits_training_goes_on_as_a_rebuild(world: World) -> None:
