@@ -25,6 +25,7 @@ def evaluated(run: SmallRun) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_steps_go_on_while_the_evaluator_is_stopped_and_it_then_takes_the_newest_version(
     tmp_path: Path, tiny_model_path: Path
 ) -> None:
@@ -41,12 +42,12 @@ def test_steps_go_on_while_the_evaluator_is_stopped_and_it_then_takes_the_newest
         },
     )
     with run.running() as process:
-        before = until(lambda: evaluated(run), "an evaluation")
+        before = until(lambda: evaluated(run), f"an evaluation\n{run.logs()}", 300)
         evaluator = run.pid("evaluate")
         os.kill(evaluator, signal.SIGSTOP)
         try:
             trained = max((manifest.step for manifest in run.manifests()), default=0)
-            run.wait_for_step(process, trained + STEPS_MEANWHILE)
+            run.wait_for_step(process, trained + STEPS_MEANWHILE, 300)
             stopped = evaluated(run)
         finally:
             os.kill(evaluator, signal.SIGCONT)
