@@ -131,6 +131,8 @@ def _needs_behaviour(trainer: Trainer) -> str | None:
 def untrainable(group: Group, trainer: Trainer, vocabulary_size: int) -> str | None:
     """Why `group` cannot be trained, or None: what the feed asks of each group before it may enter
     a step, so that a bad record closes its group instead of stopping the trainer."""
+    if not group.trajectories:
+        return "it has no trajectories"
     try:
         batches.flatten([group], needs_behaviour=_needs_behaviour(trainer))
     except batches.BadTrajectory as error:

@@ -211,7 +211,7 @@ GROUPED = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(grouped=GROUPED, name=st.sampled_from(sorted(TABLE)), seed=st.integers(0, 99))
 def test_every_estimator_is_finite_and_zero_where_a_group_is_homogeneous(
     grouped: list[list[tuple[float, int]]], name: str, seed: int
@@ -236,7 +236,7 @@ def test_every_estimator_is_finite_and_zero_where_a_group_is_homogeneous(
                 assert (got[units.groups == g] == 0).all()
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(grouped=GROUPED, name=st.sampled_from(["grpo", "dr-grpo", "rloo", "leave-one-out", "gpg"]))
 def test_centred_estimators_do_not_see_a_shift_of_the_rewards(
     grouped: list[list[tuple[float, int]]], name: str

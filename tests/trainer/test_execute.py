@@ -74,6 +74,7 @@ def test_a_group_that_would_stop_the_trainer_is_named_before_it_enters_a_step(
 def test_what_is_trainable_follows_the_estimator() -> None:
     assert untrainable(group(row(0)), Trainer(advantage="reinforce++"), 5) is None
     assert untrainable(group(row(0), row(1, -1.0)), Trainer(advantage="rloo"), 5) is None
+    assert untrainable(group(), Trainer(advantage="opo"), 5) == "it has no trajectories"
     below = untrainable(group(row(0), row(1, -1.0)), Trainer(advantage="maxrl"), 5)
     assert below == "maxrl needs rewards of at least 0"
 
