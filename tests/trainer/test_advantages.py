@@ -186,7 +186,7 @@ def test_turns_of_a_group_are_compared_with_each_other(discount: float) -> None:
         np.testing.assert_allclose(got[row], expected, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(
     parts=st.lists(st.floats(-2, 2), min_size=6, max_size=6),
     reward=st.floats(-2, 2),
