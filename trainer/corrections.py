@@ -144,10 +144,11 @@ def proximal(
 
     "recompute"  `recomputed`: a forward of their own at the step's start
     "reuse"      the current ones: exact where a step takes one optimizer step
-    "loglinear"  behaviour + a (current - behaviour), a = (age - 1) / age with `ages` in steps, as
-                 `batches.MicroBatch` has them: no second forward where several optimizer steps
-                 make a step (A-3PO, arXiv:2512.06547). A token of age 1 or less, or of unknown
-                 age, keeps the behaviour's.
+    "loglinear"  behaviour + a (current - behaviour), a = age / (age + 1) with `ages` in steps, as
+                 `batches.MicroBatch` has them: the proximal policy lies `age` versions after the
+                 behaviour's and one before the one that the step comes to. No second forward where
+                 several optimizer steps make a step (A-3PO, arXiv:2512.06547). A token of age 0 or
+                 of unknown age keeps the behaviour's.
     "behaviour"  the behaviour's: PPO against the policy that sampled; r is 1 everywhere
     """
     match kind:
@@ -160,8 +161,8 @@ def proximal(
         case "loglinear":
             if ages is None:
                 raise ValueError("proximal 'loglinear': the ages of the tokens are missing")
-            age = ages.clamp(min=1).to(logprobs.dtype)
-            share = (age - 1) / age
+            age = ages.clamp(min=0).to(logprobs.dtype)
+            share = age / (age + 1)
             found = behaviour_logprobs + share * (logprobs.detach() - behaviour_logprobs)
         case _:
             known_kinds = ", ".join(sorted(PROXIMALS))

@@ -115,10 +115,10 @@ def test_a_long_row_survives_its_geometric_mean_and_not_its_product() -> None:
 
 
 def test_loglinear_interpolates_by_age() -> None:
-    # Of age 4, a = 3/4; of 2, a = 1/2; of 1, 0, ahead or unknown, a = 0: the behaviour's.
+    # Of age 3, a = 3/4; of 1, a = 1/2; of 0, ahead or unknown, a = 0: the behaviour's.
     behaviour = torch.tensor([[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]])
     current = torch.tensor([[-1.5, -2.2, -3.5, -4.5, -5.5, -6.5]], requires_grad=True)
-    ages = torch.tensor([[4, 2, 1, 0, -3, UNKNOWN]], dtype=torch.int32)
+    ages = torch.tensor([[3, 1, 0, 0, -3, UNKNOWN]], dtype=torch.int32)
     found = proximal("loglinear", current, behaviour, ages=ages)
     torch.testing.assert_close(found, torch.tensor([[-1.375, -2.1, -3.0, -4.0, -5.0, -6.0]]))
     assert not found.requires_grad

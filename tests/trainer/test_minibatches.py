@@ -59,7 +59,8 @@ def proximal_of(kind: str, rows: Rows, start: PlainLoop) -> Callable[[int, Tenso
                 return torch.from_numpy(start.logprobs(rows, [i]))
             case "behaviour":
                 return behaviour
-        share = torch.where(age > 0, (age - 1) / age, 0.0)
+        sampled, start_of_step, end_of_step = -age, 0.0, 1.0  # versions on one line
+        share = ((start_of_step - sampled) / (end_of_step - sampled)).clamp(min=0.0)
         return behaviour + share * (current - behaviour)
 
     return found
