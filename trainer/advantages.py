@@ -94,15 +94,6 @@ def advantage(
     return _spread(per_unit, unit_of_token, mask, rewards)
 
 
-def homogeneous_share(rewards: Any, groups: Any) -> float:
-    """Share of groups whose rewards are all equal: they carry no signal under a group baseline.
-    0 without groups."""
-    values, ids = _numpy(rewards), _numpy(groups)
-    unique = np.unique(ids)
-    same = [np.ptp(values[ids == group]) == 0 for group in unique]
-    return float(np.mean(same)) if len(unique) else 0.0
-
-
 def _check_usable(name: str, chosen: Estimator, rows: Rows) -> None:
     """What the estimator refuses, as a table says it (connectors/algorithms.py)."""
     low = np.flatnonzero(rows.rewards < chosen.least)

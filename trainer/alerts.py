@@ -62,12 +62,11 @@ def _found(metrics: Mapping[str, float], gap_alert: float) -> Iterator[str]:
             "the staleness bound, the look-ahead or the learning rate, or let a correction weigh "
             "them), or engine and trainer compute differently"
         )
-    several = metrics.get("rows/all", 0.0) > metrics.get("groups", 0.0)
-    if metrics.get("reward/homogeneous_share", 0.0) == 1.0 and several:
+    if metrics.get("advantage/zero_share", 0.0) == 1.0:
         yield (
-            "signal: in every group of the step all rewards are equal, so a baseline over the "
-            "group leaves nothing to learn (prompts too easy or too hard, a reward that does not "
-            "tell answers apart, or a temperature too low; trainer.filter_groups waits for others)"
+            "signal: every advantage in the step is 0, so rewards taught nothing (prompts too easy "
+            "or too hard, a reward that does not tell answers apart, or a temperature too low; "
+            "trainer.filter_groups waits for others)"
         )
     if (share := metrics.get("loss/effective_share", 1.0)) < LEAST_EFFECTIVE:
         yield (

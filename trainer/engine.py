@@ -144,7 +144,8 @@ class TrainingEngine:
         tally, reference = Tally(), self._reference(settings)
         torch.manual_seed(seed)
         if rows.num_trained == 0:
-            return self._result(rows, 0, tally, "no_tokens", drift=0.0 if measure_drift else None)
+            drift = 0.0 if measure_drift else None
+            return self._result(rows, advantages, 0, tally, "no_tokens", drift=drift)
         forwards = Forwards(
             current=self._engine,
             frozen=self._engine.module,
@@ -167,6 +168,7 @@ class TrainingEngine:
             tally.metrics["kl/update"] = drift
         return self._result(
             rows,
+            advantages,
             len(micro_batches),
             tally,
             None if tally.num_applied else "nan_gradient",
@@ -200,6 +202,7 @@ class TrainingEngine:
     def _result(
         self,
         rows: Rows,
+        advantages: Sequence[NDArray[np.floating[Any]]],
         num_micro_batches: int,
         tally: Tally,
         skipped: str | None,
@@ -207,7 +210,7 @@ class TrainingEngine:
         master_changed: bool = False,
         drift: float | None,
     ) -> StepResult:
-        metrics = row_metrics(rows, num_micro_batches)
+        metrics = row_metrics(rows, advantages, num_micro_batches)
         if num_micro_batches:
             rate = float(self._engine.get_lr()[0])
             metrics = tally.summary() | metrics | {"learning_rate": rate}

@@ -6,13 +6,13 @@ Legend: N trained tokens of one micro-batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.advantages import homogeneous_share
 from trainer.batches import Rows
 
 
@@ -55,13 +55,12 @@ class Tally:
     def summary(self) -> dict[str, float]:
         """Per token means of what was summed; `loss` and `grad_norm`: means over mini-batches.
         `loss/effective_share` is (sum w)^2 / sum w^2 over all tokens: the share of tokens of weight
-        1 that would estimate as well. Of several mini-batches, how many changed nothing because
-        they were not finite."""
+        1 that would estimate as well, 0 where all were left out. Of several mini-batches, how many
+        changed nothing because they were not finite."""
         sums, num = self._sums, self._sums["num_tokens"]
         found = self.metrics | _gap(self._gaps, self._ages)
         found |= {
             "loss": sum(self._losses) / len(self._losses),
-            "tokens/trained": num,
             "loss/weight_mean": sums["sum_weight"] / num,
             "loss/ratio_mean": sums["sum_ratio"] / num,
         }
@@ -74,13 +73,15 @@ class Tally:
                 found[name] = sums[summed] / num
         for name in ("clipped", "clamped", "capped", "masked", "rejected"):
             found[f"loss/{name}_share"] = sums[f"num_{name}"] / num
-        if sums["sum_weight_squared"]:
-            found["loss/effective_share"] = (
-                sums["sum_weight"] ** 2 / sums["sum_weight_squared"] / num
-            )
+        found["loss/effective_share"] = _effective(sums) / num
         if sums["num_behaviour"]:
             found["kl/behaviour"] = sums["sum_kl_behaviour"] / sums["num_behaviour"]
         return found
+
+
+def _effective(sums: Mapping[str, float]) -> float:
+    squared = sums["sum_weight_squared"]
+    return sums["sum_weight"] ** 2 / squared if squared else 0.0
 
 
 def _gap(gaps: Sequence[Tensor], ages: Sequence[Tensor]) -> dict[str, float]:
@@ -120,14 +121,37 @@ def _share_above(gap_N: NDArray[np.float32]) -> float:
         return float((np.abs(np.expm1(gap_N)) > 0.1).mean())
 
 
-def row_metrics(rows: Rows, num_micro_batches: int) -> dict[str, float]:
-    """What the step's rows say by themselves."""
-    return {
+def row_metrics(
+    rows: Rows, advantages: Sequence[NDArray[np.floating[Any]]], num_micro_batches: int
+) -> dict[str, float]:
+    """What the step's rows say by themselves. `advantages`: of their tokens, [T_i] a row. A share
+    of groups is left out where there is no group that it could be of."""
+    found = {
         "reward/mean": float(rows.rewards.mean()) if len(rows) else 0.0,
-        "reward/homogeneous_share": homogeneous_share(rows.rewards, rows.groups),
         "rows/all": float(len(rows)),
         "rows/untrained": float(len(rows.untrained)),
         "tokens/total": float(rows.num_tokens),
         "tokens/trained": float(rows.num_trained),
         "micro_batches": float(num_micro_batches),
     }
+    if same := _homogeneous(rows):
+        found["reward/homogeneous_share"] = float(np.mean(same))
+    if zero := _zero(rows, advantages):
+        found["advantage/zero_share"] = float(np.mean(zero))
+    return found
+
+
+def _homogeneous(rows: Rows) -> list[bool]:
+    """Of each group of at least two samples: whether all its rewards are equal."""
+    samples = np.arange(len(rows)) if rows.samples is None else rows.samples
+    groups = [rows.groups == group for group in np.unique(rows.groups)]
+    return [bool(np.ptp(rows.rewards[at]) == 0) for at in groups if len(np.unique(samples[at])) > 1]
+
+
+def _zero(rows: Rows, advantages: Sequence[NDArray[np.floating[Any]]]) -> list[bool]:
+    """Of each group with a trained token: whether the advantage of all of them is 0."""
+    found: dict[int, bool] = {}
+    for group, mask, of_row in zip(rows.groups.tolist(), rows.masks, advantages, strict=True):
+        if mask.any():
+            found[group] = found.get(group, True) and not of_row[mask].any()
+    return list(found.values())

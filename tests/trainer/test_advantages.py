@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from connectors.algorithms import ESTIMATORS
-from trainer.advantages import advantage, homogeneous_share
+from trainer.advantages import advantage
 
 
 def reference(rewards: list[float], groups: list[int]) -> list[float]:
@@ -117,13 +117,6 @@ def test_what_cannot_be_used_is_named(
 def test_an_unknown_estimator_is_answered_with_the_nearest_known_one() -> None:
     with pytest.raises(ValueError, match="unknown advantage 'grop', did you mean 'grpo'"):
         advantage("grop", np.zeros(2), np.zeros(2), np.ones((2, 1)))
-
-
-def test_the_share_of_homogeneous_groups_is_p_to_the_g_plus_its_opposite() -> None:
-    # Success rate 1/2, groups of 2: a quarter both right, a quarter both wrong.
-    rewards = np.array([0, 0, 0, 1, 1, 0, 1, 1])
-    assert homogeneous_share(rewards, np.repeat(range(4), 2)) == 0.5
-    assert homogeneous_share(np.array([]), np.array([])) == 0.0
 
 
 # ------------------------------------------------------------------ turns and token rewards

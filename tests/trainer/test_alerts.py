@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from connectors.config import Trainer
+from connectors.records import Group, Trajectory, Version
+from tests.trainer.groups import trainable_group
+from trainer import batches, credit
 from trainer.alerts import AlertWatch, alerts, subject
+from trainer.step_metrics import row_metrics
 
 RIGHT = {
     "gap/share_above_10pct": 0.05, "gap/fresh/share_above_10pct": 0.01, "gap/fresh/tokens": 50.0,
-    "reward/homogeneous_share": 0.5, "loss/effective_share": 0.9,
-    "rows/all": 8.0, "groups": 4.0,
+    "advantage/zero_share": 0.5, "loss/effective_share": 0.9,
 }  # fmt: skip
 
 
@@ -46,9 +54,55 @@ def test_where_fresh_tokens_agree_older_ones_may_differ() -> None:
     assert alerts({**RIGHT, "gap/share_above_10pct": 0.3}, 0.1) == ()
 
 
-def test_a_step_whose_groups_agree_has_no_signal_unless_each_is_one_sample() -> None:
-    assert subject(only(reward__homogeneous_share=1.0)) == "signal"
-    assert alerts({**RIGHT, "reward/homogeneous_share": 1.0, "rows/all": 4.0}, 0.1) == ()
+def test_a_step_whose_advantages_are_all_0_has_no_signal() -> None:
+    assert only(advantage__zero_share=1.0).startswith("signal: every advantage in the step is 0")
+
+
+ALIKE = ((1.0, 1.0), (0.0, 0.0))
+"""Rewards by group: each agrees, the two differ."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "rewards", "is_silent"),
+    [
+        ({}, ALIKE, True),
+        ({}, ((1.0, 1.0), (0.0, 1.0)), False),
+        ({"advantage": "reinforce++"}, ALIKE, False),
+        ({"advantage": "reinforce++"}, ((1.0, 1.0), (1.0, 1.0)), True),
+        ({"advantage": "spo"}, ALIKE, False),
+        ({"advantage": "grpo-passk"}, ((1.0, 1.0, 0.0), (0.0, 2.0, 2.0)), True),
+        ({"credit": "turn"}, ALIKE, False),  # the first turn is worth more than the second
+        ({"overlong": {"max_length": 4, "buffer": 2}}, ALIKE, False),  # lengths differ
+    ],
+)
+def test_whether_a_step_teaches_nothing_is_told_by_its_advantages(
+    settings: dict[str, Any], rewards: Sequence[Sequence[float]], is_silent: bool
+) -> None:
+    """Each sample has two turns, of one token and of 1 + its number; with credit by turns it earns
+    its reward in the first."""
+    trainer = Trainer(**settings)
+    by_turns = trainer.credit == "turn"
+    groups = [group(g, of_group, by_turns=by_turns) for g, of_group in enumerate(rewards)]
+    rows = replace(batches.flatten(groups), samples=credit.samples_of(groups))
+    advantages = credit.advantages(groups, rows, trainer, values=np.full(len(rows), 0.5))
+    found = alerts(row_metrics(rows, advantages, 1), 0.1)
+    assert [subject(alert) for alert in found] == ["signal"] * is_silent
+
+
+def group(number: int, rewards: Sequence[float], *, by_turns: bool) -> Group:
+    made = trainable_group(f"p/0/{number}", Version(0, 0), seed=0)
+
+    def row(k: int, reward: float) -> Trajectory:
+        mask = np.array([0, 1, 0, *[1] * (k + 1), *[0] * (4 - k)], np.int8)
+        return replace(
+            made.trajectories[0],
+            trajectory_id=f"{made.group_id}/{k}",
+            loss_mask=mask,
+            reward=reward,
+            rewards=((1, reward, "turn"),) if by_turns else (),
+        )
+
+    return replace(made, trajectories=tuple(row(k, r) for k, r in enumerate(rewards)))
 
 
 def test_weights_that_leave_few_tokens_are_an_alert() -> None:

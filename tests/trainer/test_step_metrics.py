@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from trainer.ages import UNKNOWN
+from trainer.batches import Rows
 from trainer.losses import policy_loss
-from trainer.step_metrics import Tally
+from trainer.step_metrics import Tally, row_metrics
 
 LOG_2 = float(np.log(2))
 
@@ -31,7 +32,6 @@ def test_sums_of_micro_batches_become_shares_means_and_an_effective_share() -> N
     expected = {
         "loss": -1.0,
         "grad_norm": 0.5,
-        "tokens/trained": 3,
         "loss/weight_mean": 1.0,
         "loss/effective_share": 9 / 5 / 3,
         "loss/ratio_mean": 1.0,
@@ -53,6 +53,45 @@ def test_sums_of_micro_batches_become_shares_means_and_an_effective_share() -> N
     }
     assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-5)
     assert found.keys() - expected.keys() == {"gap/p99"}
+
+
+def test_a_step_whose_tokens_were_all_left_out_rests_on_none() -> None:
+    tally = Tally()
+    zeros, ones = torch.zeros(1, 2), torch.ones(1, 2)
+    _, metrics = policy_loss(
+        "ppo", zeros, zeros, torch.full((1, 2), -9.0), ones, ones, row_weights=np.array([0.5]),
+        correction="icepop", correction_low=0.5, correction_cap=2.0,
+    )  # fmt: skip
+    tally.add(metrics)
+    tally.minibatch(0.0, 0.0)
+    assert tally.summary()["loss/effective_share"] == 0.0
+
+
+def step_of(
+    rewards: list[float], groups: list[int], samples: list[int] | None, masks: list[list[int]]
+) -> Rows:
+    return Rows(
+        ids=tuple(map(str, range(len(rewards)))),
+        tokens=tuple(np.zeros(len(mask), np.int32) for mask in masks),
+        masks=tuple(np.array(mask, bool) for mask in masks),
+        logprobs=tuple(np.zeros(len(mask), np.float32) for mask in masks),
+        rewards=np.array(rewards),
+        groups=np.array(groups),
+        samples=None if samples is None else np.array(samples),
+    )
+
+
+def test_a_share_of_groups_is_of_those_it_could_be_of() -> None:
+    """Group 0 agrees, 1 does not, 2 is two branches of one sample, 3 is one sample alone."""
+    rewards, groups = [1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0], [0, 0, 1, 1, 2, 2, 3]
+    rows = step_of(rewards, groups, [0, 1, 0, 1, 0, 0, 0], [[0, 1, 1]] * 5 + [[0, 0, 0]] * 2)
+    # Of group 1 one row has an advantage; that of a token which is not trained plays no part.
+    advantages = [np.array(row) for row in [[1, 0, 0]] * 2 + [[0, 0, 0], [0, 0, -1]]]
+    found = row_metrics(rows, [*advantages, *[np.zeros(3)] * 3], 1)
+    assert found["reward/homogeneous_share"] == 1 / 2
+    assert found["advantage/zero_share"] == 2 / 3
+    alone = row_metrics(step_of([1.0, 2.0], [0, 1], None, [[0, 0]] * 2), [np.zeros(2)] * 2, 0)
+    assert not [name for name in alone if name.endswith("_share")]
 
 
 def test_the_gap_is_of_probabilities_that_are_known_on_both_sides() -> None:
