@@ -4,7 +4,8 @@
 
 The policy at the step's start is the current one until the optimizer has stepped; after that its
 log-probs are known only where `recompute` took them before. What is measured of it, the gap, is of
-those tokens alone.
+those tokens alone. A shadow has none: the policy that sampled its tokens is another one's, whatever
+its number.
 
 Legend: B sequences, T positions.
 """
@@ -76,7 +77,7 @@ class Forwards:
             start_BT = self._start_BT.get(tuple(indices))
             found, metrics = self._policy_loss(batch, logprobs_BT, start_BT, entropy_BT)
             gap_N = None
-            if start_BT is not None:
+            if start_BT is not None and self.settings.source is None:
                 gap_N = (start_BT - batch.behaviour_logprobs_BT)[batch.mask_BT]
             self.tally.add(metrics, gap_N, batch.ages_BT[batch.mask_BT])
         return found

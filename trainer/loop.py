@@ -179,9 +179,7 @@ class Loop:
         self._publisher = publisher
         self._saver = saver
         self._curves = curves
-        # The policy whose tokens a shadow trains is another one: that its differs is no news.
-        shadow = config.trainer.source is not None
-        self._alerts = AlertWatch(1.0 if shadow else config.trainer.gap_alert)
+        self._alerts = AlertWatch(config.trainer.gap_alert)
         self._epoch = recovered.epoch
         self._step = recovered.step
         self._version = recovered.version

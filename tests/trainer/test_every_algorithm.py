@@ -21,10 +21,11 @@ from connectors.algorithms import (
     Proximal,
     Rejection,
 )
-from connectors.config import Config, parse
+from connectors.config import Config, Source, parse
 from connectors.records import Group, Prompt, Segment, Trajectory, Version
 from tests.test_docs import ROOT
 from tests.trainer.groups import trainable_group
+from trainer.alerts import alerts, subject
 from trainer.diagnostics import step_metrics
 from trainer.logprobs import PolicyModel
 
@@ -120,6 +121,18 @@ def test_what_each_is_for_is_seen_in_its_numbers(outcomes: dict[str, Outcome]) -
     assert last["kl k3"]["kl/reference"] > 0
     assert "kl/reference" not in last["default"]
     assert outcomes["advantage spo"].metrics[0]["value/prompts"] == 4
+
+
+def test_a_shadow_has_no_gap_for_another_policy_sampled_its_tokens(
+    config: Config, steps: list[Recorded], outcomes: dict[str, Outcome]
+) -> None:
+    """`fresh` would be tokens of the run's version of the same number."""
+    followed = Source(run="r", grants="g", namespace="n", starts=[0])
+    shadow = measure(config, steps, around(config).model_copy(update={"source": followed}))
+    for own, of_run in zip(shadow.metrics, outcomes["default"].metrics, strict=True):
+        left_out = {name for name in of_run if name.startswith("gap/")}
+        assert of_run.keys() - own.keys() == left_out >= {"gap/share_above_10pct"}
+        assert ("gap" in map(subject, alerts(of_run, 0.1)), alerts(own, 0.1)) == (True, ())
 
 
 def test_every_metric_is_on_the_page(outcomes: dict[str, Outcome], steps: list[Recorded]) -> None:
