@@ -6,7 +6,8 @@ trajectories ──▶ whole? ──▶ trainable? ──▶ signal? ──▶ l
                    └─ no: dead letter, closed as malformed
 
 After a recovery it reads again what an announcement or a manifest ended before: a dead letter is
-written once or more, never not at all, and a group is filtered as it was.
+written once or more, never not at all, and a group is filtered as it was. A group that had arrived
+and that no step took is asked again, for the settings may be others now.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Intake:
         no_signal: Callable[[Group], bool] = lambda group: False,
     ) -> None:
         """Goes on where `core` has read to, and reads again the groups that had arrived by then.
-        One whose record is gone or is not what it was is dropped, and named in the log."""
+        One whose record is gone or is not what it was, or that can enter no step any more, is
+        dropped, and named in the log."""
         self._cluster, self._core = cluster, core
         self._producer, self._untrainable, self._no_signal = producer, untrainable, no_signal
         self._drought = Drought(DROUGHT_STEPS * core.batch_size)
@@ -121,11 +123,19 @@ class Intake:
             self._core.drop(entry.group_id, "no_record")
             return
         try:
-            self._groups[entry.group_id] = decode_group(found.value, record.crc)
+            group = decode_group(found.value, record.crc)
         except CorruptRecord as error:
             log.error("%s is not the record it was, its group is dropped: %s", at, error)
             self._core.drop(entry.group_id, "malformed")
             self._dead_letter(found, error)
+            return
+        reason, why = self._refused(group)
+        if reason is None:
+            self._groups[entry.group_id] = group
+        else:
+            self._core.drop(entry.group_id, reason)
+        if why is not None:
+            self._untrained(found, entry.group_id, why)
 
     def _take_in(self, record: Record) -> None:
         core, at = self._core, (record.partition, record.offset)
@@ -156,8 +166,7 @@ class Intake:
         elif is_open:
             self._groups[ended.group_id] = ended
         if why is not None:
-            log.warning("%s cannot be trained: %s", ended.group_id, why)
-            self._dead_letter(record, CorruptRecord(why))
+            self._untrained(record, ended.group_id, why)
 
     def _refused(self, group: Group) -> tuple[str | None, str | None]:
         """Why a group that arrives enters no step, and what is wrong with it if anything is."""
@@ -173,6 +182,10 @@ class Intake:
         if newest is None or newest <= made:
             return None
         return f"tokens of version {newest}, the next step trains at {made}"
+
+    def _untrained(self, record: Record, group_id: str, why: str) -> None:
+        log.warning("%s cannot be trained: %s", group_id, why)
+        self._dead_letter(record, CorruptRecord(why))
 
     def _dead_letter(self, record: Record, error: CorruptRecord | UnknownRecord) -> None:
         _, letter = unreadable(self._cluster, record, error)

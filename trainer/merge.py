@@ -7,7 +7,9 @@
 The head is the first granted prompt that has not ended here. A group keeps its prompt's partition,
 so only that partition is read until the head's terminal comes: which records have been read when a
 step closes, and with them the state in a checkpoint, depend on the log alone, not on when its
-records arrived. Groups read on the way wait as coordinates.
+records arrived. Groups read on the way wait as coordinates; whether one can be trained is asked
+when it is the head, so after a recovery too by the settings of now, but for what a manifest says of
+it already.
 
 It passes over, and counts, what the log closed; what can enter no step, as a dead letter; what
 carries no signal under the shadow's own settings, whatever the run filtered; what a fork of the
@@ -43,7 +45,7 @@ from connectors.records import (
     parse_group_id,
 )
 from trainer.accounts import Accounts, LedgerBroken
-from trainer.actions import FILTERED, drops, listed
+from trainer.actions import FILTERED, drop_reasons, drops, listed
 from trainer.ages import ages_of
 from trainer.feed import StepInput
 from trainer.feed_state import Counts, Entry, FeedState
@@ -96,8 +98,9 @@ class Merge:
         self._accounts = Accounts(state, granted.topic("prompts"))
         self._policy_offset, self._epoch = state.policy_offset, state.epoch
         self._announced: deque[tuple[int, Announcement]] = deque()
-        self._batch: list[Coordinate] = []
+        self._batch: list[tuple[Coordinate, Group]] = []
         self._groups: dict[str, Group] = {}  # of arrived ones, some: the others are read again
+        self._said: dict[str, str | None] = {}  # by manifests: trained (None), or why dropped
         self._version = state.version
         self._excluded = {
             group_id: fork.incarnation
@@ -126,8 +129,7 @@ class Merge:
         if not self._fill(time.monotonic() + timeout_s):
             return None
         version = self._version
-        records, dropped = self._close()
-        groups = tuple(self._group(record) for record in records)
+        records, groups, dropped = self._close()
         return StepInput(
             step=self._version.number,
             version=version,
@@ -171,11 +173,16 @@ class Merge:
     def _repeat(self, manifests: Sequence[Manifest]) -> None:
         """Merges what was trained after the checkpoint once more."""
         for manifest in manifests:
+            self._said |= {
+                **drop_reasons(manifest),
+                **dict.fromkeys(r.group_id for r in manifest.records),
+            }
+        for manifest in manifests:
             self._version = Version(manifest.version.incarnation, manifest.step - 1)
             while not self._fill(time.monotonic() + POLL_S):
                 if self._is_end():
                     raise LedgerBroken(f"the log has no records for step {manifest.step} any more")
-            records, _ = self._close()
+            records, *_ = self._close()
             if records != manifest.records:
                 other = next(
                     (a for a, b in zip(records, manifest.records, strict=False) if a != b), records
@@ -185,19 +192,20 @@ class Merge:
                     f"it is not the log of {self._source.run} that this shadow began on, or it now "
                     "filters otherwise"
                 )
-            for record in records:
-                self._groups.pop(record.group_id, None)
+        self._said = {}
 
-    def _close(self) -> tuple[tuple[Coordinate, ...], dict[str, str]]:
-        """Ends the step that is full: its records, and what was dropped since the last one for what
-        reason."""
-        records, self._batch = tuple(self._batch), []
+    def _close(self) -> tuple[tuple[Coordinate, ...], tuple[Group, ...], dict[str, str]]:
+        """Ends the step that is full: its records, their groups, and what was dropped since the
+        last one for what reason."""
+        records = tuple(record for record, _ in self._batch)
+        groups = tuple(group for _, group in self._batch)
+        self._batch = []
         accounts = self._accounts
         dropped = dict(accounts.dropped)
         accounts.dropped.clear()
         accounts.forget_refunds(tuple(accounts.refunded))
         self._version = Version(self._version.incarnation, self._version.number + 1)
-        return records, dropped
+        return records, groups, dropped
 
     def _fill(self, deadline: float) -> bool:
         """Whether the step is full by then."""
@@ -219,13 +227,30 @@ class Merge:
         if self._excluded.get(head.group_id, INCARNATIONS) <= self._version.incarnation:
             return accounts.drop(head.group_id, FILTERED)
         if head.coordinate is not None:
-            accounts.settle(head, "trained", read=True)
-            self._batch.append(head.coordinate)
-            return True
+            return self._choose(head, head.coordinate)
         if self._is_absent(head):
             accounts.close(head.group_id, "no_record")
             return True
         return self._read(head.partition)
+
+    def _choose(self, head: Entry, record: Coordinate) -> bool:
+        """Takes the head into the step, or drops it."""
+        group = self._group(record)
+        if (reason := self._refused(group, record)) is not None:
+            return self._accounts.drop(head.group_id, reason)
+        self._accounts.settle(head, "trained", read=True)
+        self._batch.append((record, group))
+        return True
+
+    def _refused(self, group: Group, record: Coordinate) -> str | None:
+        """Why it enters no step: of one that a manifest names, what that says."""
+        if group.group_id in self._said:
+            return self._said[group.group_id]
+        if (why := self._untrainable(group)) is not None:
+            log.warning("%s cannot be trained: %s", group.group_id, why)
+            self._dead_letter(self._read_at(record), CorruptRecord(why))
+            return "malformed"
+        return FILTERED if self._no_signal(group) else None
 
     def _grant(self, timeout_s: float) -> bool:
         """Opens what the next announcement grants; False when there is none yet."""
@@ -272,15 +297,7 @@ class Merge:
             return
         coordinate = Coordinate(*at, checksum(record.value), ended.group_id)
         entry = accounts.arrive(coordinate, ended.oldest, ended.newest, len(ended.trajectories))
-        if entry is None:
-            return
-        if (why := self._untrainable(ended)) is not None:
-            log.warning("%s cannot be trained: %s", ended.group_id, why)
-            accounts.drop(ended.group_id, "malformed")
-            self._dead_letter(record, CorruptRecord(why))
-        elif self._no_signal(ended):
-            accounts.drop(ended.group_id, FILTERED)
-        elif len(self._groups) < 2 * self._batch_size:
+        if entry is not None and len(self._groups) < 2 * self._batch_size:
             self._groups[ended.group_id] = ended
 
     def _grant_before(self, group_id: str) -> None:
@@ -309,14 +326,16 @@ class Merge:
     def _group(self, record: Coordinate) -> Group:
         if (held := self._groups.pop(record.group_id, None)) is not None:
             return held
-        with _advice():
-            data = self._points.read_at(record.partition, record.offset).value
         try:
-            return decode_group(data, record.crc)
+            return decode_group(self._read_at(record).value, record.crc)
         except CorruptRecord as error:
             raise LedgerBroken(
                 f"trajectories/{record.partition}/{record.offset} is not the record it was: {error}"
             ) from error
+
+    def _read_at(self, record: Coordinate) -> Record:
+        with _advice():
+            return self._points.read_at(record.partition, record.offset)
 
     def _dead_letter(self, record: Record, error: CorruptRecord | UnknownRecord) -> None:
         _, letter = unreadable(self._own, record, error)

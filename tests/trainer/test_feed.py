@@ -425,6 +425,41 @@ def test_a_group_that_had_arrived_is_read_again_and_dropped_unless_it_is_the_sam
         feed.close()
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"untrainable": lambda group: "spo takes rewards between 0 and 0.5"}, "malformed"),
+        ({"no_signal": lambda group: True}, "filtered"),
+    ],
+    ids=["untrainable", "filtered"],
+)
+def test_a_group_that_had_arrived_is_asked_again_by_the_settings_of_now(
+    world: World, settings: dict[str, Any], reason: str
+) -> None:
+    """But for what a manifest took."""
+    world.prompts(0, 20)
+    feed = world.feed(n=3, batch_size=1)
+    feed.published(v(0), "d")
+    for offset in (2, 1):
+        world.score(0, offset)
+    eventually(lambda: feed.status().get("ready") == 2)
+    world.score(0, 0)
+    one, two = taken(feed), taken(feed)
+    assert (names(one), names(two)) == (["0/0"], ["0/1"])
+    for step in (one, two):
+        world.steps.append(as_manifest(step, feed.epoch))
+    feed.close()
+    assert len(one.snapshot.open) > 1
+    again = world.feed(n=3, batch_size=1, state=one.snapshot, **settings)
+    status = eventually(again.status)
+    assert status["dropped_by_reason"] == {reason: 1}
+    assert (status["trained"], status["ready"], status["credit_balance"]) == (2, 0, 0)
+    assert again.published(v(2), "d").closed == (world.gid(0, 2),)
+    letters = read_all(world.cluster, world.cluster.topic("dead-letters"), range(PARTITIONS))
+    bad = [encode_group(world.group(0, 2))] if reason == "malformed" else []
+    assert [letter.value for letter in letters] == bad
+
+
 def test_terminals_that_retention_removed_unread_are_not_waited_for(world: World) -> None:
     world.prompts(0, 10)
     world.prompts(1, 10)

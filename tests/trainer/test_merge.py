@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from connectors.arrow import encode_group
 from connectors.config import Source
 from connectors.kafka.client import Cluster, OffsetGone, read_all
 from connectors.kafka.topics import delete_records
@@ -22,6 +23,7 @@ from tests.trainer.recorded_log import (
     UNTRAINABLE,
     RecordedLog,
     record_run,
+    recorded_group,
 )
 from trainer.accounts import LedgerBroken
 from trainer.actions import drop_reasons, metrics
@@ -67,6 +69,7 @@ class Merged:
         at: Recovered | None = None,
         batch_size: int = 2,
         no_signal: Callable[[Group], bool] = lambda group: False,
+        untrainable: Callable[[Group], str | None] = beyond_vocabulary,
         **changes: Any,
     ) -> None:
         ended: list[bool] = []
@@ -77,7 +80,7 @@ class Merged:
                 source(log, **changes),
                 at or recovered(),
                 batch_size=batch_size,
-                untrainable=beyond_vocabulary,
+                untrainable=untrainable,
                 no_signal=no_signal,
                 at_end=lambda: ended.append(True),
             )
@@ -245,6 +248,34 @@ def test_a_shadow_filters_by_its_own_settings_and_goes_on_so_from_any_checkpoint
     assert [(s.step, s.records, s.snapshot) for s in again.steps] == [
         (s.step, s.records, s.snapshot) for s in later[1:]
     ]
+
+
+def test_under_other_settings_it_repeats_its_steps_and_then_drops_what_had_arrived(
+    cluster: Cluster,
+) -> None:
+    log = RecordedLog(cluster)
+    log.grant(0, 8)
+    log.end(1, 7, 6, 5, 4, 3, 1, 0)  # all but the damaged one
+    log.end(1, 2)
+    steps = Merged(cluster, batch_size=1).steps
+    state, repeated = steps[0].snapshot, as_step(steps[1])
+    arrived = {entry.group_id for entry in state.open if entry.coordinate is not None}
+    assert {group_id[-3:] for group_id in arrived} == {"1/1", "1/3", "1/4", "1/5", "1/6", "1/7"}
+
+    def odd(group: Group) -> bool:
+        return int(group.group_id[-1]) % 2 == 1
+
+    again = Merged(
+        cluster,
+        recovered(state, repeated),
+        batch_size=1,
+        no_signal=odd,
+        untrainable=lambda group: "it is the sixth" if group.group_id[-1] == "6" else None,
+    )
+    assert again.places == [(1, 4)], "1/1 was trained, 1/3, 1/5 and 1/7 are filtered"
+    assert again.counts.dropped_by_reason == {"filtered": 3, "malformed": 1}
+    letters = read_all(cluster, cluster.topic("dead-letters"), range(PARTITIONS))
+    assert letters[-1].value == encode_group(recorded_group(cluster, 1, 6))
 
 
 def as_step(step: StepInput) -> Manifest:
