@@ -26,7 +26,7 @@ def draw(
     if rewards:
         plotext.plot(*zip(*rewards, strict=True), label="training, sampled", marker="braille")
     if evaluations:
-        plotext.scatter(*zip(*evaluations, strict=True), label="held out, greedy", marker="●")
+        plotext.scatter(*zip(*evaluations, strict=True), label="held out", marker="●")
     if control:
         plotext.scatter(*zip(*control, strict=True), label="held out, control", marker="x")
     plotext.title(title)

@@ -27,6 +27,7 @@ from deploy import gpus, vllm_checks
 from deploy.errors import EnvironmentFailure
 from deploy.log import broker_security
 from deploy.run_folder import check_files, check_port
+from trainer.staleness import configured_policy
 
 _NEEDED: Final = (
     "torch", "transformers", "deepspeed", "bytewax", "kafka-python", "pyarrow", "numpy", "msgspec",
@@ -54,6 +55,7 @@ def examine(config_file: str | None, overrides: Sequence[str] = ()) -> list[Chec
     if config_file is not None:
         try:
             config = load(config_file, overrides)
+            configured_policy(config)
             checks.append(Check("configuration", True, config_file))
         except ConfigError as error:
             checks.append(Check("configuration", False, str(error)))

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
-from connectors.algorithms import estimator
+from connectors.algorithms import ESTIMATORS, LOSSES, estimator
 from connectors.config.log import Broker, Kafka, KafkaSecurity
 from connectors.config.section import MOST_STEPS, MOST_TOKENS, YEAR_S, ConfigError, Section
 from connectors.config.trainer import Overlong, Source, Trainer
@@ -293,7 +293,7 @@ def _one_line(error: ValidationError) -> str:
         return f"{where} is required{more}"
     rule = first["msg"].removeprefix("Value error, ")
     rule = rule[:1].lower() + rule[1:]
-    if not where or first["loc"][-1] == "sasl_password":
+    if not where or ", got " in rule or first["loc"][-1] == "sasl_password":
         return f"{where and where + ': '}{rule}{more}"
     return f"{where}: {rule}, got {first['input']!r}{more}"
 
@@ -310,6 +310,17 @@ def _nearest(location: tuple[int | str, ...]) -> str:
             section = next(
                 (k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None
             )
+    if section is Trainer and (tables := _tables_with(str(location[-1]))):
+        return f", is it of {' or '.join(tables)}?"
     known = [k for k in getattr(section, "model_fields", {}) if k != "base_dir"]
     close = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.4)
     return f", did you mean {close[0]}?" if close else f"; known here: {', '.join(known)}"
+
+
+def _tables_with(name: str) -> list[str]:
+    """The tables of `[trainer]` in which some algorithm has a parameter of that name."""
+    found = []
+    for table, known in (("loss_parameters", LOSSES), ("advantage_parameters", ESTIMATORS)):
+        if any(name in one.parameters for one in known.values()):
+            found.append(table)
+    return found

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from connectors.algorithms import (
     KL,
+    MOST_REWARD,
     Advantage,
     Aggregation,
     Correction,
@@ -44,9 +45,9 @@ class Overlong(Section):
     tokens below `max_length`, by `penalty` there and beyond."""
 
     max_length: int = Field(ge=1, le=MOST_TOKENS)
-    """Generated tokens of a sample, over all its turns and branches."""
+    """Trainable tokens of a sample, over all its turns and branches."""
     buffer: int = Field(ge=1, le=MOST_TOKENS)
-    penalty: float = Field(1.0, ge=0)
+    penalty: float = Field(1.0, ge=0, le=MOST_REWARD)
 
     @model_validator(mode="after")
     def _within(self) -> Overlong:
@@ -73,8 +74,8 @@ class Trainer(Section):
     discount: float = Field(1.0, ge=0, le=1)
     """Of what later turns earned, a turn, with credit = "turn"."""
     filter_groups: bool = False
-    """Drop a group as `filtered`, when it arrives, where all its advantages are 0: it would take a
-    place in a step and teach nothing. Its prompt is replaced by the next one."""
+    """Drop a group as `filtered`, when it arrives, where all its advantages are 0: it carries no
+    reward signal. Its prompt is replaced by the next one."""
     overlong: Overlong | None = None
     """Punish long samples; leave out to reward them as the task does."""
     loss: Loss = "ppo"
@@ -105,9 +106,9 @@ class Trainer(Section):
     rejection_level: Level = "sequence"
     rejection_low: float = Field(0.5, ge=0)
     rejection_high: float = Field(2.0, gt=0)
-    entropy_coefficient: float = Field(0.0, ge=0)
+    entropy_coefficient: float = Field(0.0, ge=0, le=1e12)
     """Of the mean entropy, which is taken off the loss."""
-    kl_coefficient: float = Field(0.0, ge=0)
+    kl_coefficient: float = Field(0.0, ge=0, le=1e12)
     """Of the KL to the initial model, which is added to the loss."""
     kl: KL = "k3"
     """How that KL is estimated a token."""
@@ -164,6 +165,8 @@ class Trainer(Section):
             return f"advantage_parameters: {error}"
         if self.credit == "turn" and chosen.per_token:
             return f"credit: {name} credits each token, so it takes only 'sample', got 'turn'"
+        if self.credit == "turn" and chosen.needs_value:
+            return f"credit: {name} values whole samples, so it takes only 'sample', got 'turn'"
         if self.discount != 1 and self.credit != "turn":
             return f"discount: is of turns and needs credit = 'turn', got {self.discount}"
         if self.filter_groups and (chosen.whitens or chosen.needs_value):

@@ -22,6 +22,8 @@ def config_file(tmp_path: Path, text: str) -> Path:
             "unknown key trainer.learning_rte, did you mean learning_rate?",
         ),
         ("[traner]\n", "unknown key traner, did you mean trainer?"),
+        ("[trainer]\nclip_high = 0.3", "unknown key trainer.clip_high, is it of loss_parameters?"),
+        ("[trainer]\nrho_max = 1", "unknown key trainer.rho_max, is it of advantage_parameters?"),
         ("[tasks.b]\nrewrd = 'x'", "unknown key tasks.b.rewrd, did you mean reward?"),
         ("[trainer]\nzero_stage = 7", "trainer.zero_stage: input should be 0, 1, 2 or 3, got 7"),
         (
@@ -47,7 +49,7 @@ def config_file(tmp_path: Path, text: str) -> Path:
         ),
         (
             "[trainer]\nadvantage = 'gpg'\nadvantage_parameters = {f_norm = 0}",
-            "trainer.advantage_parameters: gpg: f_norm must be a finite number above 0, got 0",
+            "trainer.advantage_parameters: gpg: f_norm must be a finite number of at least 1e-06, got 0",
         ),
         (
             "[trainer]\nadvantage = 'spo'\nadvantage_parameters = {half_live = 0.1}",

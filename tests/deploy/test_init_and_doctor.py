@@ -103,3 +103,7 @@ def test_doctor_tells_a_wrong_configuration_from_a_wrong_machine(tmp_path: Path)
     bad = [check for check in examine(str(file)) if not check.ok]
     assert [check.name for check in bad] == ["configuration"]
     assert "learning_rat" in bad[0].fix
+    text = config_text(model_folder(tmp_path / "m"), broker="port = 0")
+    file.write_text(f'{text}\n[staleness]\npolicy = "one-step-off"\nbound = 8\n')
+    (refused,) = [check for check in examine(str(file)) if not check.ok]
+    assert "staleness.bound: one-step-off bounds every token at 1, got 8" in refused.fix
