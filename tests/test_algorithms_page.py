@@ -47,9 +47,9 @@ def named(head: str) -> set[str]:
 
 
 def test_the_recipes_are_valid_and_there_is_one_of_each_usual_kind() -> None:
-    shown = list(tables(PAGE))
-    assert len(shown) == 7
-    found = [parse({**REST, **table}, base_dir="/").trainer for table in shown]
+    shown = [parse({**REST, **table}, base_dir="/") for table in tables(PAGE)]
+    found = [config.trainer for config in shown if config.trainer != Trainer()]
+    assert len(found) == 7
     assert {trainer.advantage for trainer in found} >= {"grpo", "dr-grpo", "spo"}
     assert {trainer.loss for trainer in found} >= {"ppo", "gspo", "cispo"}
 

@@ -319,8 +319,7 @@ def _nearest(location: tuple[int | str, ...]) -> str:
 
 def _tables_with(name: str) -> list[str]:
     """The tables of `[trainer]` in which some algorithm has a parameter of that name."""
-    found = []
-    for table, known in (("loss_parameters", LOSSES), ("advantage_parameters", ESTIMATORS)):
-        if any(name in one.parameters for one in known.values()):
-            found.append(table)
-    return found
+    of_advantages = (key for one in ESTIMATORS.values() for key in (*one.parameters, *one.tracker))
+    of_losses = (key for one in LOSSES.values() for key in one.parameters)
+    tables = {"advantage_parameters": of_advantages, "loss_parameters": of_losses}
+    return [table for table, keys in tables.items() if name in keys]
