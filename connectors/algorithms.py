@@ -19,6 +19,12 @@ Advantage = Literal[
 ]  # fmt: skip
 
 
+MOST_REWARD: Final = 1e12
+"""Magnitude of a reward, of a part of one and of a penalty. Advantages are taken into float32: so
+far below its 3.4e38, no sum of a sample's parts, over the least `epsilon` or `f_norm`, leaves
+it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimator:
     """An advantage estimator.
@@ -48,8 +54,8 @@ _TRACKER: Final[Mapping[str, Parameter]] = {
     "half_life": Number(0.06, above=True),
     "rho_min": Number(0.875, most=1.0),
     "rho_max": Number(0.96, most=1.0),
-    "low": Number(0.0, least=-1e12, most=1e12),
-    "high": Number(1.0, least=-1e12, most=1e12),
+    "low": Number(0.0, least=-MOST_REWARD, most=MOST_REWARD),
+    "high": Number(1.0, least=-MOST_REWARD, most=MOST_REWARD),
 }
 
 
@@ -61,7 +67,7 @@ def _tracker_rule(given: Mapping[str, Any]) -> str | None:
     return None
 
 
-_EPSILON: Final = {"epsilon": Number(1e-6, above=True)}
+_EPSILON: Final = {"epsilon": Number(1e-6, least=1e-12)}
 
 ESTIMATORS: Final[Mapping[str, Estimator]] = {
     "grpo": Estimator(needs_group=True, parameters=_EPSILON),
@@ -71,7 +77,7 @@ ESTIMATORS: Final[Mapping[str, Estimator]] = {
     "leave-one-out": Estimator(needs_group=True, parameters=_EPSILON),
     "maxrl": Estimator(needs_group=True, least=0.0, parameters=_EPSILON),
     "opo": Estimator(),
-    "gpg": Estimator(parameters={"f_norm": Number(1.0, above=True)}),
+    "gpg": Estimator(parameters={"f_norm": Number(1.0, least=1e-6)}),
     "reinforce++": Estimator(
         per_token=True,
         whitens=True,

@@ -255,8 +255,16 @@ def test_centred_estimators_do_not_see_a_shift_of_the_rewards(
         ("gro", {}, "unknown advantage 'gro', did you mean 'grpo'"),
         ("grpo", {"epsilom": 1.0}, "grpo: unknown parameter 'epsilom', did you mean 'epsilon'"),
         ("rloo", {"epsilon": 1.0}, "rloo: unknown parameter 'epsilon': it takes none"),
-        ("grpo", {"epsilon": 0.0}, "grpo: epsilon must be a finite number above 0, got 0"),
-        ("grpo", {"epsilon": True}, "grpo: epsilon must be a finite number above 0, got True"),
+        (
+            "grpo",
+            {"epsilon": 0.0},
+            "grpo: epsilon must be a finite number of at least 1e-12, got 0",
+        ),
+        (
+            "grpo",
+            {"epsilon": True},
+            "grpo: epsilon must be a finite number of at least 1e-12, got True",
+        ),
         ("reinforce\\+\\+", {"gamma": 1.5}, "must be a number of at least 0 and at most 1"),
         ("grpo-passk", {"normalise": 1}, "grpo-passk: normalise must be true or false, got 1"),
     ],
