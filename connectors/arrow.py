@@ -122,12 +122,26 @@ def decode_group(data: bytes, crc: int | None = None) -> Group:
         for name in SCHEMA.names:
             if name in columns and columns[name].type != SCHEMA.field(name).type:
                 raise TypeError(f"column {name} is of type {columns[name].type}")
+            if name in columns and not _is_whole(columns[name]):
+                raise TypeError(f"a null in column {name}")
         rows = _rows(columns, batch.num_rows)
     except _UNREADABLE as error:
         raise CorruptRecord(f"no whole group of {len(data)} bytes: {error}") from error
     if not rows:
         raise CorruptRecord("a group message without rows")
     return Group(group_id=rows[0].group_id, prompt=prompt, trajectories=tuple(rows))
+
+
+def _is_whole(column: pa.Array) -> bool:
+    """Whether nothing within a row is null. A row that is null altogether is left out, and takes
+    the default if there is one."""
+    if pa.types.is_map(column.type):
+        inner = [column.keys, column.items]
+    elif pa.types.is_nested(column.type):  # a struct's fields, a list's elements
+        inner = column.flatten() if pa.types.is_struct(column.type) else [column.flatten()]
+    else:
+        return True
+    return all(part.null_count == 0 and _is_whole(part) for part in inner)
 
 
 def num_sampled(data: bytes) -> int:
@@ -148,6 +162,8 @@ def _lists(arrays: Sequence[Any], kind: pa.DataType) -> pa.ListArray:
 
 
 def _views(column: pa.ListArray) -> list[Any]:
+    if column.null_count:
+        raise TypeError("a row is null where every one has tokens, a mask and log-probs")
     offsets, values = column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=True)
     return [values[a:b] for a, b in pairwise(offsets)]
 

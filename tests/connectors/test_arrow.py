@@ -148,6 +148,47 @@ def test_arrays_of_different_lengths_make_no_trajectory() -> None:
         )  # fmt: skip
 
 
+NULLS: list[tuple[str, object]] = [
+    ("tokens", [[1, None, 3]]),
+    ("tokens", [None]),
+    ("loss_mask", [[1, None, 1]]),
+    ("loss_mask", [None]),
+    ("logprobs", [[0.0, None, 0.0]]),
+    ("logprobs", [None]),
+    ("segments", [[None]]),
+    ("segments", [[{"start": 0, "end": None, "incarnation": 0, "number": 0}]]),
+    ("rewards", [[None]]),
+    ("rewards", [[{"token": 1, "value": None, "name": "turn"}]]),
+    ("rewards", [[{"token": None, "value": 1.0, "name": "turn"}]]),
+    ("rewards", [[{"token": 1, "value": 1.0, "name": None}]]),
+    ("reward_parts", [[("length", None)]]),
+    ("metadata", [[("a", None)]]),
+    ("origin", [{"topic": "t", "partition": None, "offset": 1}]),
+    ("origin", [None]),
+]
+
+
+@pytest.mark.parametrize(("name", "given"), NULLS, ids=str)
+def test_a_null_where_it_is_no_value_makes_no_group(name: str, given: object) -> None:
+    import pyarrow as pa
+
+    row = Trajectory(
+        trajectory_id="t/0/1/0", group_id="t/0/1", task="a", tokens=np.arange(3, dtype=np.int32),
+        loss_mask=np.ones(3, np.int8), logprobs=np.zeros(3, np.float32), segments=(),
+        origin=Origin("t", 0, 1),
+    )  # fmt: skip
+    group = Group(group_id="t/0/1", prompt=Prompt(task="a", prompt="x"), trajectories=(row,))
+    with pa.ipc.open_stream(encode_group(group)) as reader:
+        batch, schema = reader.read_next_batch(), reader.schema
+    at = batch.schema.get_field_index(name)
+    other = batch.set_column(at, name, pa.array(given, batch.schema.field(name).type))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, other.schema.with_metadata(schema.metadata)) as writer:
+        writer.write_batch(other)
+    with pytest.raises(CorruptRecord):
+        decode_group(bytes(sink.getvalue()))
+
+
 def test_columns_of_another_type_make_no_group() -> None:
     import pyarrow as pa
 
