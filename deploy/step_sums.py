@@ -17,10 +17,7 @@ _ADDED: Final = (
     "groups", "skipped", "staleness_weight", "staleness_sum", "elapsed_s", "wait_s", *_METRICS,
 )  # fmt: skip
 _LARGEST: Final = ("staleness_p99", "staleness_max")
-_ACTIONS: Final = (
-    "staleness/waits/", "staleness/holds", "staleness/drops/", "staleness/cancels/",
-    "seconds/wait/", "tokens/masked", "tokens/reweighted",
-)  # fmt: skip
+_ACTIONS: Final = ("staleness/", "seconds/wait/", "tokens/masked", "tokens/reweighted")
 _COLUMNS: Final = {name: at for at, name in enumerate((*_ADDED, *_LARGEST, "reward"))}
 
 

@@ -29,7 +29,8 @@ def metrics(actions: Mapping[str, int]) -> dict[str, float]:
 
 
 def told(manifest: Manifest) -> Counter[str]:
-    """The opposite of `metrics`; the trainer's waits are in it too."""
+    """The opposite of `metrics`. What the trainer waited for is in it too, as `waits/REASON`: no
+    other metric of a manifest begins as these do."""
     return Counter(
         {
             name.removeprefix(_PREFIX): int(count)

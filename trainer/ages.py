@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -43,16 +43,17 @@ def row_ages(trajectory: Trajectory, ages: Ages) -> NDArray[np.int32]:
 
 
 def histogram(
-    groups: Sequence[Group], ages: Ages, weights: Mapping[Version, float]
-) -> dict[int, int]:
-    """Tokens that may be trained, by age. Those of versions of weight 0 are not."""
+    trajectories: Iterable[Trajectory], ages: Ages, weights: Mapping[Version, float]
+) -> Counter[int]:
+    """Tokens that may be trained, by age. Those of versions of weight 0 are not, nor is a first
+    one: nothing predicts it."""
     found: Counter[int] = Counter()
-    for trajectory in (t for g in groups for t in g.trajectories):
+    for trajectory in trajectories:
         for segment in trajectory.segments:
             if weights.get(segment.version, 1.0) > 0:
-                trained = trajectory.loss_mask[segment.start : segment.end]
-                found[ages[segment.version]] += int(trained.sum())
-    return {age: found[age] for age in sorted(found) if found[age]}
+                trained = trajectory.loss_mask[max(segment.start, 1) : segment.end]
+                found[ages[segment.version]] += int(np.count_nonzero(trained))
+    return +found
 
 
 def staleness(counts: Mapping[int, int]) -> dict[str, float]:

@@ -5,8 +5,9 @@ counts once, however many branches it has.
 
     reward/task/NAME         mean over the samples of the task
     reward/staleness/BUCKET  mean over the samples whose oldest trained token is of that age
-    staleness/tokens/BUCKET  trained tokens of that age
-    length/generated         mean tokens sampled, a sample
+    tokens/age/BUCKET        trained tokens of that age
+    tokens/generated         tokens sampled
+    length/generated         their mean, a sample that a version sampled
     length/trained           mean trained tokens, a sample
 """
 
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from connectors.records import Group, Trajectory, Version
-from trainer.ages import UNKNOWN, Ages, row_ages
+from trainer.ages import Ages, histogram
 from trainer.overdue import row_weights
 
 
@@ -29,29 +30,25 @@ def step_metrics(
     any shaping. A token that no version wrote has no age."""
     by_task: defaultdict[str, list[float]] = defaultdict(list)
     by_age: defaultdict[str, list[float]] = defaultdict(list)
-    tokens: Counter[str] = Counter()
-    lengths, num_trained = Lengths(), 0
+    tokens, trained = Counter[str](), list[int]()
+    generated = Lengths()
     for group in groups:
-        lengths.add(group)
+        generated.add(group)
         for rows in _samples(group):
             by_task[rows[0].task].append(rows[0].reward)
-            found = Counter[int]()
-            for row in rows:
-                trained = (row.loss_mask != 0) & (row_weights(row, weights) > 0)
-                trained[:1] = False  # nothing predicts it
-                num_trained += int(trained.sum())
-                found.update(row_ages(row, ages)[trained].tolist())
-            del found[UNKNOWN]
+            trained.append(sum(_num_trained(row, weights) for row in rows))
+            found = histogram(rows, ages, weights)
             if found:
                 by_age[bucket(max(found))].append(rows[0].reward)
             for age, count in found.items():
                 tokens[bucket(age)] += count
     metrics = {f"reward/task/{name}": float(np.mean(r)) for name, r in by_task.items()}
     metrics |= {f"reward/staleness/{name}": float(np.mean(r)) for name, r in by_age.items()}
-    metrics |= {f"staleness/tokens/{name}": float(count) for name, count in tokens.items()}
-    if (generated := lengths.mean()) is not None:
-        metrics["length/generated"] = generated
-        metrics["length/trained"] = num_trained / lengths.num_samples
+    metrics |= {f"tokens/age/{name}": float(count) for name, count in tokens.items()}
+    if trained:
+        metrics["length/trained"] = float(np.mean(trained))
+    if (mean := generated.mean()) is not None:
+        metrics |= {"length/generated": mean, "tokens/generated": float(generated.num_tokens)}
     return metrics
 
 
@@ -66,18 +63,25 @@ def bucket(age: int) -> str:
 
 
 class Lengths:
-    """Tokens sampled, of groups added one by one."""
+    """Tokens sampled, of groups added one by one. A sample of which no version wrote a token, text
+    that is trained on, has no length."""
 
     def __init__(self) -> None:
-        self.num_samples = self._num_tokens = 0
+        self.num_tokens = self._num_samples = 0
 
     def add(self, group: Group) -> None:
-        self.num_samples += sum(1 for _ in _samples(group))
-        self._num_tokens += sum(s.end - s.start for t in group.trajectories for s in t.segments)
+        for rows in _samples(group):
+            segments = [segment for row in rows for segment in row.segments]
+            self._num_samples += bool(segments)
+            self.num_tokens += sum(s.end - s.start for s in segments)
 
     def mean(self) -> float | None:
         """A sample; None without any."""
-        return self._num_tokens / self.num_samples if self.num_samples else None
+        return self.num_tokens / self._num_samples if self._num_samples else None
+
+
+def _num_trained(row: Trajectory, weights: Mapping[Version, float]) -> int:
+    return int(np.count_nonzero((row.loss_mask * row_weights(row, weights))[1:]))
 
 
 def _samples(group: Group) -> Iterator[list[Trajectory]]:

@@ -233,6 +233,7 @@ class Loop:
         snapshot = self._engine.snapshot(into=self._publisher.spare())
         snapshot_s = time.perf_counter() - trained_at
         version = Version(self._version.incarnation, taken.step)
+        trajectories = (t for group in taken.groups for t in group.trajectories)
         manifest = Manifest(
             step=taken.step,
             epoch=self._epoch,
@@ -251,7 +252,7 @@ class Loop:
                 **taken.settings,
             },
             metrics=self._metrics(taken, done, waited_s, snapshot_s),
-            staleness=staleness(histogram(taken.groups, taken.ages, taken.weights)),
+            staleness=staleness(histogram(trajectories, taken.ages, taken.weights)),
             finished_at=time.time(),
         )
         self._pause_s = 0.0
@@ -284,14 +285,6 @@ class Loop:
             "seconds/checkpoint_write": self._saver.write_s,
             "seconds/publish": self._publisher.last_seconds,
             "groups": float(len(taken.groups)),
-            "tokens/generated": float(
-                sum(
-                    s.end - s.start
-                    for g in taken.groups
-                    for t in g.trajectories
-                    for s in t.segments
-                )
-            ),
         }
 
     def _checkpoint(self, state: FeedState) -> None:

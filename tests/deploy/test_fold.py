@@ -88,7 +88,7 @@ def test_a_trimmed_log_is_summed_from_where_its_chain_begins() -> None:
 def test_what_the_policy_did_is_summed_by_reason_and_given_up_with_its_steps() -> None:
     done = [
         {"staleness/holds": 2.0, "staleness/drops/stale": 1.0, "staleness/waits/rollouts": 1.0,
-         "seconds/wait/rollouts": 0.5, "tokens/masked": 7.0, "staleness/tokens/5-8": 3.0},
+         "seconds/wait/rollouts": 0.5, "tokens/masked": 7.0, "tokens/age/5-8": 3.0},
         {"staleness/cancels/close/stale": 3.0, "staleness/cancels/requeue/stale": 1.0},
         {"staleness/holds": 4.0, "staleness/waits/rollouts": 1.0, "seconds/wait/rollouts": 1.25,
          "seconds/wait/policy": 0.25, "staleness/waits/policy": 1.0, "tokens/reweighted": 9.0},

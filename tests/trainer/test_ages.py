@@ -51,11 +51,11 @@ def test_a_token_is_as_old_as_its_version() -> None:
 
 def test_staleness_is_that_of_the_tokens_a_step_trains() -> None:
     ages = {V0: 7, V4: 3, V6: 1}
-    assert histogram([group()], ages, {}) == {1: 2, 3: 1}
-    assert histogram([group()], ages, {V4: 0.0, V6: 0.5}) == {1: 2}
+    assert histogram(group().trajectories, ages, {}) == {1: 2, 3: 1}
+    assert histogram(group().trajectories, ages, {V4: 0.0, V6: 0.5}) == {1: 2}
     assert staleness({1: 2, 3: 1}) == {"mean": 5 / 3, "p99": 3.0, "max": 3.0}
     assert staleness({1: 99, 3: 1}) == {"mean": 1.02, "p99": 1.0, "max": 3.0}
-    assert histogram([group()], ages, {V4: 0.0, V6: 0.0}) == {}
+    assert histogram(group().trajectories, ages, {V4: 0.0, V6: 0.0}) == {}
     assert staleness({}) == {}
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from connectors.config import Trainer
+from connectors.kafka.client import Cluster
 from connectors.records import Group, Trajectory, Version
 from tests.trainer.groups import trainable_group
+from tests.trainer.test_loop import played_manifests
 from trainer import batches, credit
 from trainer.alerts import AlertWatch, alerts, subject
 from trainer.step_metrics import row_metrics
@@ -108,6 +111,35 @@ def group(number: int, rewards: Sequence[float], *, by_turns: bool) -> Group:
 def test_weights_that_leave_few_tokens_are_an_alert() -> None:
     assert only(loss__effective_share=0.04).startswith("weights: the loss rests on few tokens")
     assert alerts({**RIGHT, "loss/effective_share": 0.1}, 0.1) == ()
+
+
+class Read(dict[str, float]):
+    """Metrics, and which of them were asked for."""
+
+    def __init__(self, metrics: dict[str, float]) -> None:
+        super().__init__(metrics)
+        self.asked: set[str] = set()
+
+    def get(self, key: str, *default: Any) -> Any:
+        self.asked.add(key)
+        return super().get(key, *default)
+
+    def __getitem__(self, key: str) -> float:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+
+def test_all_that_is_watched_is_in_a_manifest(
+    cluster: Cluster, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    """So a metric that gets another name takes its alert along."""
+    nothing, wrong = Read({}), Read({**RIGHT, "gap/fresh/share_above_10pct": 0.5})
+    alerts(nothing, 0.1)
+    alerts(wrong, 0.1)
+    asked = nothing.asked | wrong.asked
+    first = played_manifests(cluster, tiny_model_path, tmp_path)[0]
+    assert len(asked) == 5
+    assert asked <= first.metrics.keys()
 
 
 def test_the_trainer_logs_an_alert_when_it_begins_and_when_it_ends(

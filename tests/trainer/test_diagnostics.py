@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from connectors.records import Group, Origin, Prompt, Segment, Trajectory, Version
-from trainer.ages import ages_of
+from trainer.ages import ages_of, histogram, staleness
 from trainer.diagnostics import Lengths, bucket, step_metrics
 
 AT = Version(0, 20)
@@ -57,11 +57,12 @@ def test_rewards_are_told_by_task_and_by_the_age_of_a_samples_oldest_trained_tok
         "reward/staleness/2": 0.5,
         "reward/staleness/5-8": 4.0,
         "reward/staleness/ahead": 2.0,
-        "staleness/tokens/0": 1,
-        "staleness/tokens/2": 4,
-        "staleness/tokens/5-8": 1,
-        "staleness/tokens/ahead": 1,
-        "length/generated": (3 + 2 + 2 + 1 + 0) / 5,
+        "tokens/age/0": 1,
+        "tokens/age/2": 4,
+        "tokens/age/5-8": 1,
+        "tokens/age/ahead": 1,
+        "tokens/generated": 8,
+        "length/generated": (3 + 2 + 2 + 1) / 4,
         "length/trained": (3 + 2 + 1 + 1 + 0) / 5,
     }
 
@@ -89,10 +90,28 @@ def test_tokens_that_are_masked_or_that_no_version_wrote_have_no_age() -> None:
     assert found == {
         "reward/task/a": 1.0,
         "reward/staleness/1": 1.0,
-        "staleness/tokens/1": 1,
+        "tokens/age/1": 1,
+        "tokens/generated": 2,
         "length/generated": 2,
         "length/trained": 2,  # token 0 has nothing before it, token 1 is masked
     }
+
+
+def test_a_first_token_counts_nowhere_and_a_manifests_staleness_is_of_the_tokens_told() -> None:
+    """Version 10 wrote the first token alone, which nothing predicts."""
+    rows = (row("0", 1.0, (0, 1, 10), (1, 3, 19), mask=[1, 1, 1]),)
+    ages = ages_of([group(*rows)], AT, {})
+    found = told(group(*rows))
+    assert {k: v for k, v in found.items() if k.startswith("tokens/age/")} == {"tokens/age/1": 2}
+    assert staleness(histogram(rows, ages, {})) == {"mean": 1, "p99": 1, "max": 1}
+    assert (found["length/trained"], found["length/generated"]) == (2, 3)
+
+
+def test_text_is_trained_and_was_not_generated() -> None:
+    text = row("1", 0.0, mask=[0, 1, 1, 1])
+    assert told(group(text)) == {"reward/task/a": 0.0, "length/trained": 3}
+    beside = told(group(row("0", 1.0, (1, 2, 20), mask=[0, 1]), text))
+    assert (beside["length/generated"], beside["length/trained"]) == (1, 2)
 
 
 def test_buckets_are_twice_as_wide_each_beyond_four() -> None:
@@ -107,6 +126,6 @@ def test_lengths_add_up_over_groups_and_without_any_there_is_no_mean() -> None:
     lengths.add(
         group(row("0", 0.0, (0, 3, 1), mask=[0, 0, 0]), row("0/1", 0.0, (3, 4, 1), mask=[0]))
     )
-    lengths.add(group(row("0", 0.0, mask=[0])))
-    assert (lengths.num_samples, lengths.mean()) == (2, 2.0)
+    lengths.add(group(row("0", 0.0, (0, 2, 1), mask=[0, 0])))
+    assert (lengths.num_tokens, lengths.mean()) == (6, 3.0)
     assert told() == {}

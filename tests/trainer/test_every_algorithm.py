@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -22,11 +23,12 @@ from connectors.algorithms import (
     Rejection,
 )
 from connectors.config import Config, Source, parse
+from connectors.kafka.client import Cluster
 from connectors.records import Group, Prompt, Segment, Trajectory, Version
 from tests.test_docs import ROOT
 from tests.trainer.groups import trainable_group
+from tests.trainer.test_loop import played_manifests
 from trainer.alerts import alerts, subject
-from trainer.diagnostics import step_metrics
 from trainer.logprobs import PolicyModel
 
 NUM_STEPS = 3
@@ -89,20 +91,18 @@ def outcomes(config: Config, steps: list[Recorded]) -> dict[str, Outcome]:
 def test_the_family_is_every_name_once(config: Config) -> None:
     found = family(around(config))
     assert len(set(map(str, found.values()))) == len(found)
-    levels = len(get_args(Level))
-    # Less the default's own names; "reuse" and "recompute" are those of the default and of `ppo`.
-    assert len(found) == sum(
-        (
-            1,
-            len(ESTIMATORS) - 1,
-            len(LOSSES),
-            len(get_args(Aggregation)) - 1,
-            1 + (len(get_args(Correction)) - 1) * levels - 1,
-            (len(get_args(Rejection)) - 1) * levels,
-            len(get_args(Proximal)) - 2,
-            len(get_args(KL)),
-        )
-    )
+    for key, names in (
+        ("advantage", ESTIMATORS),
+        ("loss", LOSSES),
+        ("aggregation", get_args(Aggregation)),
+        ("correction", get_args(Correction)),
+        ("rejection", get_args(Rejection)),
+        ("correction_level", get_args(Level)),
+        ("rejection_level", get_args(Level)),
+        ("proximal", get_args(Proximal)),
+        ("kl", get_args(KL)),
+    ):
+        assert {getattr(trainer, key) for trainer in found.values()} == set(names)
     assert len(found) == 45
     assert all(trainer.problem() is None for trainer in found.values())
 
@@ -135,19 +135,21 @@ def test_a_shadow_has_no_gap_for_another_policy_sampled_its_tokens(
         assert ("gap" in map(subject, alerts(of_run, 0.1)), alerts(own, 0.1)) == (True, ())
 
 
-def test_every_metric_is_on_the_page(outcomes: dict[str, Outcome], steps: list[Recorded]) -> None:
-    page = (ROOT / "docs/algorithms.md").read_text()
+def test_every_metric_is_on_the_page(
+    outcomes: dict[str, Outcome], cluster: Cluster, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    """Those of each setting's steps, and all that a run's loop adds in its manifests."""
+    text = (ROOT / "docs/algorithms.md").read_text()
+    said = text.split("\n## What a step says\n")[1].split("\n## ")[0]
+    known = re.compile(
+        "|".join(re.sub("[A-Z]+", "[^/]+", name) for name in re.findall(r"`([\w/]+)`", said))
+    )
     found = {key for outcome in outcomes.values() for step in outcome.metrics for key in step}
-    for step in steps:
-        found |= step_metrics(step.groups, step.ages, step.weights).keys()
-    for prefix, pattern in (
-        ("reward/task/", "reward/task/NAME"),
-        ("reward/staleness/", "reward/staleness/BUCKET"),
-        ("staleness/tokens/", "staleness/tokens/BUCKET"),
-    ):
-        found = {pattern if key.startswith(prefix) else key for key in found}
-    known = {key for key in found if key.startswith("seconds/") or f"`{key}`" in page}
-    assert found - known == set()
+    found |= {
+        key for m in played_manifests(cluster, tiny_model_path, tmp_path) for key in m.metrics
+    }
+    assert {"groups", "tokens/age/0", "seconds/wait/rollouts", "tokens/masked"} <= found
+    assert [key for key in sorted(found) if not known.fullmatch(key)] == []
 
 
 def test_a_row_of_the_table_says_what_was_not_finite(

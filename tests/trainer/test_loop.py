@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import pytest
 from connectors.config import Config, parse
 from connectors.kafka.client import Cluster
 from connectors.kafka.topics import ensure_topics
-from connectors.records import Coordinate, Group, Version
+from connectors.records import Coordinate, Group, Manifest, Version
 from connectors.run_dir import RunDir
 from connectors.weights import Snapshot
 from tests.trainer.groups import trainable_group
 from trainer import loop, stall
+from trainer.actions import told
 from trainer.ages import ages_of
 from trainer.checkpoint import CheckpointFailed, CheckpointStore
 from trainer.engine import TrainingEngine
@@ -142,6 +144,13 @@ class World:
         self.curves.close()
 
 
+def played_manifests(cluster: Cluster, model: Path, folder: Path) -> list[Manifest]:
+    """Of a run of three steps."""
+    with closing(World(cluster, model, folder, num_steps=3)) as world:
+        world.loop.run(threading.Event())
+        return world.steps.manifests()
+
+
 @pytest.fixture
 def world(cluster: Cluster, tiny_model_path: Path, tmp_path: Path) -> Iterator[World]:
     made = World(cluster, tiny_model_path, tmp_path, num_steps=3)
@@ -176,6 +185,7 @@ def test_a_manifest_says_what_the_policy_did_and_what_it_is_executed_again_with(
         "staleness/waits/rollouts": 1, "seconds/wait/rollouts": 0.5,
     }  # fmt: skip
     assert not any(name.startswith(POLICY) for name in second.metrics)
+    assert told(first) == {"drops/stale": 2, "cancels/close/stale": 1, "waits/rollouts": 1}
     assert [m.settings["staleness_policy"] for m in (first, second, third)] == ["played"] * 3
     assert weights_of(first.settings) == {}
     assert weights_of(third.settings) == WEIGHTS
@@ -189,9 +199,9 @@ def test_a_manifest_tells_reward_age_and_length_apart_and_what_is_wrong_is_logge
     caplog.set_level(logging.INFO, "trainer.alerts")
     world.loop.run(threading.Event())
     first, second, _ = world.steps.manifests()
-    told = ("reward/task/", "reward/staleness/", "staleness/tokens/", "length/")
-    assert {k: v for k, v in first.metrics.items() if k.startswith(told)} == {
-        "reward/task/a": 0.5, "reward/staleness/0": 0.5, "staleness/tokens/0": 10,
+    prefixes = ("reward/task/", "reward/staleness/", "tokens/age/", "length/")
+    assert {k: v for k, v in first.metrics.items() if k.startswith(prefixes)} == {
+        "reward/task/a": 0.5, "reward/staleness/0": 0.5, "tokens/age/0": 10,
         "length/generated": 5, "length/trained": 5, "length/arrived": 6.5,
     }  # fmt: skip
     assert "length/arrived" not in second.metrics
