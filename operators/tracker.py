@@ -15,8 +15,7 @@ longer than a path, so the sum of sqrt(KL) over the steps, squared, bounds it fr
 the KLs would not: of n equal steps in one direction it is the n-th part of the whole.
 
 The tracker is a pure fold like a staleness policy: rules here, state outside, JSON in and out
-without the loss of a bit. It also scores its own predictions, each against the reward that came
-after it, by labels of the caller's choice.
+without the loss of a bit.
 """
 
 from __future__ import annotations
@@ -49,42 +48,20 @@ class Belief(msgspec.Struct, frozen=True, array_like=True):
         return self.alpha / (self.alpha + self.beta)
 
 
-class Score(msgspec.Struct, frozen=True, array_like=True):
-    """Of predictions, in units of a reward mapped to [0, 1], each made before its reward was known
-    (prequential)."""
-
-    num: int = 0
-    sum_squared: float = 0.0
-    sum_absolute: float = 0.0
-
-    @property
-    def brier(self) -> float:
-        """Mean squared error; NaN without predictions. Saying 1/2 of a 0/1 reward scores 1/4."""
-        return self.sum_squared / self.num if self.num else math.nan
-
-    @property
-    def absolute(self) -> float:
-        """Mean absolute error; NaN without predictions."""
-        return self.sum_absolute / self.num if self.num else math.nan
-
-
 class TrackerState(msgspec.Struct, frozen=True):
     """beliefs  by prompt, the one whose last reward is the oldest first
-    scores   by label
     length   of the policy's path: how far it has come
     """
 
     beliefs: dict[str, Belief] = {}
-    scores: dict[str, Score] = {}
     length: float = 0.0
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """One reward of one prompt. `label`: whose score the prediction counts in; None: nobody's."""
+    """One reward of one prompt."""
 
     key: str
     reward: float
-    label: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,10 +80,6 @@ class ValueTracker:
     low: float = 0.0
     high: float = 1.0
 
-    def start(self) -> TrackerState:
-        """Nothing seen."""
-        return TrackerState()
-
     def value(self, state: TrackerState, key: str) -> float:
         """The baseline of that prompt's next reward, in the reward's own units."""
         return self.low + state.beliefs.get(key, Belief()).mean * (self.high - self.low)
@@ -117,18 +90,16 @@ class ValueTracker:
 
     def update(self, state: TrackerState, observations: Iterable[Observation]) -> TrackerState:
         """`state` with these rewards more, one by one; ValueError for one outside [low, high]."""
-        beliefs, scores = dict(state.beliefs), dict(state.scores)
+        beliefs = dict(state.beliefs)
         for seen in observations:
             before = beliefs.pop(seen.key, Belief(at=state.length))
             reward, rho = self._mapped(seen), self.rho((state.length - before.at) ** 2)
-            if seen.label is not None:
-                scores[seen.label] = _scored(scores.get(seen.label, Score()), before.mean - reward)
             beliefs[seen.key] = Belief(
                 rho * before.alpha + reward, rho * before.beta + (1.0 - reward), state.length
             )
         for key in list(islice(beliefs, max(0, len(beliefs) - MOST_PROMPTS))):
             del beliefs[key]
-        return TrackerState(beliefs, scores, state.length)
+        return TrackerState(beliefs, state.length)
 
     def _mapped(self, seen: Observation) -> float:
         if not self.low <= seen.reward <= self.high:
@@ -143,8 +114,4 @@ def moved(state: TrackerState, drift: float) -> TrackerState:
     """After a step that moved the policy by so much: the KL of the policy before it from the one
     after it, mean a token. Below 0 (an estimate may be, by rounding) it is none."""
     kl = drift if drift < FARTHEST else FARTHEST  # of what is no number too
-    return TrackerState(state.beliefs, state.scores, state.length + math.sqrt(max(kl, 0.0)))
-
-
-def _scored(score: Score, error: float) -> Score:
-    return Score(score.num + 1, score.sum_squared + error * error, score.sum_absolute + abs(error))
+    return TrackerState(state.beliefs, state.length + math.sqrt(max(kl, 0.0)))

@@ -45,7 +45,7 @@ def learnt(
     """`state` with the reward of each of the step's samples, in order, after which the step moved
     the policy by `drift`."""
     observations = [
-        Observation(key=key_of(group.prompt), reward=reward, label=group.task)
+        Observation(key=key_of(group.prompt), reward=reward)
         for group in groups
         for reward in rewards_of(group)
     ]

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from operators.tracker import (
     Belief,
     Observation,
-    Score,
     TrackerState,
     ValueTracker,
     moved,
@@ -24,7 +23,6 @@ OBSERVATIONS = st.builds(
     Observation,
     key=st.sampled_from("abc"),
     reward=st.floats(-2.0, 3.0),
-    label=st.sampled_from([None, "maths", "code"]),
 )
 EVENTS = st.lists(st.one_of(OBSERVATIONS, st.floats(0.0, 1.0)), max_size=30)
 """Rewards, and steps that move the policy."""
@@ -35,7 +33,7 @@ def after(
     tracker: ValueTracker,
     state: TrackerState | None = None,
 ) -> TrackerState:
-    state = tracker.start() if state is None else state
+    state = TrackerState() if state is None else state
     for event in events:
         match event:
             case float():
@@ -45,13 +43,13 @@ def after(
     return state
 
 
-def seen(reward: float, label: str | None = None, key: str = "p") -> Observation:
-    return Observation(key=key, reward=reward, label=label)
+def seen(reward: float, key: str = "p") -> Observation:
+    return Observation(key=key, reward=reward)
 
 
 def test_rewards_of_one_prompt_by_hand() -> None:
     tracker = ValueTracker(half_life=0.0625, rho_min=0.25, rho_max=1.0)
-    state = tracker.start()
+    state = TrackerState()
     assert tracker.value(state, "p") == 0.5
     state = tracker.update(state, [seen(1.0)])  # rho 1: (1.5, 0.5)
     assert tracker.value(state, "p") == 0.75
@@ -93,7 +91,7 @@ def test_the_prompt_whose_last_reward_is_the_oldest_is_forgotten_first(
 ) -> None:
     monkeypatch.setattr("operators.tracker.MOST_PROMPTS", 2)
     tracker = ValueTracker()
-    state = tracker.update(tracker.start(), [seen(1.0, key=k) for k in "abac"])
+    state = tracker.update(TrackerState(), [seen(1.0, key=k) for k in "abac"])
     assert list(state.beliefs) == ["a", "c"]
     assert tracker.value(state, "b") == 0.5
 
@@ -107,34 +105,23 @@ def test_evidence_fades_with_the_policy_s_distance_within_bounds() -> None:
 
 def test_a_belief_weighs_no_more_than_its_rho_allows() -> None:
     tracker = ValueTracker()
-    belief = tracker.update(tracker.start(), [seen(1.0)] * 1000).beliefs["p"]
+    belief = tracker.update(TrackerState(), [seen(1.0)] * 1000).beliefs["p"]
     assert belief.alpha + belief.beta == pytest.approx(1 / (1 - 0.96))
 
 
 def test_rewards_of_other_bounds_are_mapped_there_and_values_back() -> None:
     tracker = ValueTracker(low=-1.0, high=3.0, rho_min=1.0, rho_max=1.0)
-    state = tracker.start()
+    state = TrackerState()
     assert tracker.value(state, "p") == 1.0
     state = tracker.update(state, [seen(3.0)])
     assert tracker.value(state, "p") == 2.0  # 3/4 of the way from -1 to 3
-
-
-def test_predictions_are_scored_before_their_reward_goes_in() -> None:
-    tracker = ValueTracker(rho_min=1.0, rho_max=1.0)
-    # It says 1/2, then 3/4; the third is nobody's.
-    state = tracker.update(tracker.start(), [seen(1.0, "maths"), seen(0.0, "maths"), seen(0.0)])
-    score = state.scores["maths"]
-    assert score == Score(2, 0.25 + 0.5625, 0.5 + 0.75)
-    assert (score.brier, score.absolute) == (0.40625, 0.625)
-    assert list(state.scores) == ["maths"]
-    assert math.isnan(Score().brier)
 
 
 @given(EVENTS)
 def test_the_fold_is_pure_and_agrees_with_a_loop(events: list[Observation | float]) -> None:
     tracker = ValueTracker(low=-2.0, high=3.0)
     counts: dict[str, tuple[float, float, float]] = {}
-    state, length = tracker.start(), 0.0
+    state, length = TrackerState(), 0.0
     for event in events:
         frozen = msgspec.json.encode(state)
         new = after([event], tracker, state)
@@ -156,7 +143,7 @@ def test_the_fold_is_pure_and_agrees_with_a_loop(events: list[Observation | floa
 @given(st.lists(OBSERVATIONS, max_size=30))
 def test_several_rewards_at_once_are_the_same_as_one_by_one(several: list[Observation]) -> None:
     tracker = ValueTracker(low=-2.0, high=3.0)
-    state = tracker.update(tracker.start(), several)
+    state = tracker.update(TrackerState(), several)
     assert state == after(several, tracker)
     assert list(state.beliefs) == list(dict.fromkeys(o.key for o in reversed(several)))[::-1]
 
