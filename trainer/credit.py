@@ -9,8 +9,10 @@ credit is itself or, with `credit = "turn"`, each of its turns (connectors/turns
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,7 @@ from trainer.advantages import advantage
 from trainer.overdue import Weights, row_weights
 from trainer.shaping import overlong
 
+_SAMPLE: Final = re.compile(r"(/(0|[1-9][0-9]{0,8})){1,2}")
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -44,6 +47,23 @@ def advantages(
     none where `too_few` gives None and `untrainable` refused no group of it."""
     if rows.num_trained == 0:
         return [np.zeros(len(mask)) for mask in rows.masks]
+    found = _estimated(groups, rows, trainer, values)
+    if weights:
+        of_rows = (row_weights(t, weights) for t in trajectories(groups))
+        found = [of_row * a for of_row, a in zip(of_rows, found, strict=True)]
+    return found
+
+
+def alone(group: Group, trainer: Trainer) -> list[Floats]:
+    """As `advantages`, of a step of this group alone; what is refused in a step, beside groups that
+    have trained tokens, is refused here, whether this one has any. Where an estimator compares the
+    samples of a group only, that says whether the group carries any signal."""
+    return _estimated([group], batches.flatten([group]), trainer, None)
+
+
+def _estimated(
+    groups: Sequence[Group], rows: batches.Rows, trainer: Trainer, values: Floats | None
+) -> list[Floats]:
     found: list[Floats] = advantage(
         trainer.advantage,
         rewards=_rewards(groups, trainer),
@@ -57,20 +77,12 @@ def advantages(
         row_names=rows.ids,
         **trainer.advantage_parameters,
     )
-    if weights:
-        of_rows = (row_weights(t, weights) for t in trajectories(groups))
-        found = [of_row * a for of_row, a in zip(of_rows, found, strict=True)]
     return found
 
 
-def alone(group: Group, trainer: Trainer) -> list[Floats]:
-    """As `advantages`, of a step of this group alone. Where an estimator compares the samples of a
-    group only, that says whether the group carries any signal."""
-    return advantages([group], batches.flatten([group]), trainer)
-
-
 def no_signal(group: Group, trainer: Trainer) -> bool:
-    """Whether `trainer.filter_groups` drops it: every token's advantage is 0."""
+    """Whether `trainer.filter_groups` drops it: every token's advantage is 0, so it carries no
+    reward signal."""
     return trainer.filter_groups and not any(row.any() for row in alone(group, trainer))
 
 
@@ -82,7 +94,8 @@ def too_few(groups: Sequence[Group], rows: batches.Rows, trainer: Trainer) -> st
         return "no_tokens"
     if chosen.whitens and rows.num_trained == 1:
         return "one_token"
-    if chosen.needs_value and _num_units(groups, trainer) < 2:
+    num_samples = sum(len({sample_of(t) for t in group.trajectories}) for group in groups)
+    if chosen.needs_value and num_samples < 2:
         return "one_sample"
     return None
 
@@ -93,9 +106,10 @@ def trajectories(groups: Sequence[Group]) -> Iterator[Trajectory]:
 
 
 def is_sample(trajectory: Trajectory) -> bool:
-    """Whether its id is one of its group."""
-    parts = trajectory.trajectory_id.removeprefix(trajectory.group_id).split("/")
-    return parts[0] == "" and len(parts) in (2, 3) and all(p.isdecimal() for p in parts[1:])
+    """Whether its id is one of its group: `GROUP/k` or `GROUP/k/branch`, in ASCII digits and each
+    number written one way, of nine digits at most."""
+    prefix, rest = trajectory.group_id, trajectory.trajectory_id
+    return rest.startswith(prefix) and _SAMPLE.fullmatch(rest.removeprefix(prefix)) is not None
 
 
 def sample_of(trajectory: Trajectory) -> int:
@@ -152,9 +166,3 @@ def _turns(groups: Sequence[Group]) -> list[Ints]:
         }
         found += [next(of_sample[k]) for k in samples]
     return found
-
-
-def _num_units(groups: Sequence[Group], trainer: Trainer) -> int:
-    if trainer.credit == "turn":
-        return sum(len(np.unique(of[of >= 0])) for of in _turns(groups))
-    return sum(len({sample_of(t) for t in group.trajectories}) for group in groups)

@@ -11,9 +11,10 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from connectors.algorithms import estimator, needs_behaviour
+from connectors.algorithms import MOST_REWARD, estimator, needs_behaviour
 from connectors.config import Config, Overlong, Trainer
 from connectors.records import Group, Manifest
+from operators.tracker import TrackerState
 from trainer import batches, credit, values
 from trainer.ages import Ages
 from trainer.engine import TrainingEngine
@@ -89,8 +90,10 @@ def execute(
 ) -> Execution:
     """Trains one step on `groups`, in order, as `trainer` says. `micro_batches`: a manifest's, to
     execute it again; None cuts them by `trainer.max_tokens_per_microbatch`. `ages`: of the groups'
-    versions, read by `loglinear` and for the gap. `weights`: of tokens over age; each one's loss is
-    multiplied by its own, what has 0 is as if it were no token of the policy's."""
+    versions, read by `loglinear` and for the gap. `weights`: of tokens over age; each
+    one's advantage is multiplied by its own, what has 0 is as if it were no token of the
+    policy's. A step whose estimator takes no values forgets those of earlier ones: it moves the
+    policy unseen."""
     weights = weights or {}
     rows = batches.flatten(groups, weights, ages=ages, needs_behaviour=_needs_behaviour(trainer))
     rows = replace(rows, samples=credit.samples_of(groups))
@@ -107,7 +110,9 @@ def execute(
     drifts = tracker is not None
     result = engine.step(rows, micro_batches, advantages, seed, trainer, measure_drift=drifts)
     metrics = {**result.metrics, **counts(groups, weights)}
-    if tracker is not None:
+    if tracker is None:
+        engine.tracker = TrackerState()
+    else:
         engine.tracker = values.learnt(tracker, before, groups, result.drift or 0.0)
         metrics |= values.metrics(tracker, before, engine.tracker, groups)
     seconds = {f"seconds/{name}": value for name, value in result.seconds.items()}
@@ -142,13 +147,18 @@ def untrainable(group: Group, trainer: Trainer, vocabulary_size: int) -> str | N
         if len(tokens) == 0 or tokens.min() < 0 or tokens.max() >= vocabulary_size:
             return f"{trajectory.trajectory_id}: no tokens, or ids outside [0, {vocabulary_size})"
         for token, reward, name in trajectory.rewards:
-            if not (0 <= token < len(tokens) and math.isfinite(reward)):
+            if not (0 <= token < len(tokens) and abs(reward) <= MOST_REWARD):
                 return (
                     f"{trajectory.trajectory_id}: its reward {name!r} is {reward} at token {token}"
                 )
+        if not abs(trajectory.reward) <= MOST_REWARD:
+            return (
+                f"{trajectory.trajectory_id}: its reward is {trajectory.reward:g}, which is beyond "
+                f"{MOST_REWARD:g}"
+            )
     samples: dict[int, float] = {}
     for trajectory in group.trajectories:
-        if not credit.is_sample(trajectory):
+        if trajectory.group_id != group.group_id or not credit.is_sample(trajectory):
             return f"{trajectory.trajectory_id} is no id of group {group.group_id}"
         k, reward = credit.sample_of(trajectory), trajectory.reward
         if samples.setdefault(k, reward) != reward:

@@ -49,7 +49,7 @@ def config_file(tmp_path: Path, text: str) -> Path:
         ),
         (
             "[trainer]\nadvantage = 'gpg'\nadvantage_parameters = {f_norm = 0}",
-            "trainer.advantage_parameters: gpg: f_norm must be a finite number of at least 1e-06, got 0",
+            "gpg: f_norm must be a finite number of at least 1e-06, got 0",
         ),
         (
             "[trainer]\nadvantage = 'spo'\nadvantage_parameters = {half_live = 0.1}",
@@ -70,6 +70,14 @@ def config_file(tmp_path: Path, text: str) -> Path:
         (
             "[trainer]\nadvantage = 'reinforce++'\ncredit = 'turn'",
             "trainer.credit: reinforce++ credits each token, so it takes only 'sample', got 'turn'",
+        ),
+        (
+            "[trainer]\nadvantage = 'spo'\ncredit = 'turn'",
+            "trainer.credit: spo values whole samples, so it takes only 'sample', got 'turn'",
+        ),
+        (
+            "[trainer.overlong]\nmax_length = 9\nbuffer = 2\npenalty = 2e12",
+            "trainer.overlong.penalty: input should be less than or equal to 1000000000000",
         ),
         (
             "[trainer]\nnum_minibatches = 2",

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from connectors.algorithms import ESTIMATORS, MOST_REWARD
 from connectors.config import Overlong, Trainer
+from connectors.parameters import Number
 from connectors.records import Group, Origin, Prompt, Segment, Trajectory, Version
+from operators.tracker import TrackerState
 from trainer import batches
 from trainer.credit import advantages, alone, too_few
 from trainer.execute import untrainable
+from trainer.values import tracker_of
+from trainer.values import values as tracker_values
 
 Rewards = Sequence[tuple[int, float]]
 
@@ -126,7 +134,6 @@ def test_a_token_over_age_weighs_less() -> None:
 
 ONE_TOKEN = group(row(0, [0, 0, 1], 1.0))
 TWO_TOKENS = group(row(0, [0, 1, 1], 1.0))
-TWO_TURNS = group(row(0, [0, 1, 0, 1], 1.0))
 NONE = group(row(0, [0, 0, 0], 1.0), row(1, [1], 0.0))  # nothing predicts a first token
 
 
@@ -140,8 +147,6 @@ NONE = group(row(0, [0, 0, 0], 1.0), row(1, [1], 0.0))  # nothing predicts a fir
         (ONE_TOKEN, {"advantage": "gpg"}, None),
         (TWO_TOKENS, {"advantage": "reinforce++"}, None),
         (TWO_TOKENS, {"advantage": "spo"}, "one_sample"),
-        (TWO_TURNS, {"advantage": "spo"}, "one_sample"),
-        (TWO_TURNS, {"advantage": "spo", "credit": "turn"}, None),
         (FORKED, {"advantage": "spo"}, None),
         (NONE, {"advantage": "spo"}, "no_tokens"),
         (NONE, {"advantage": "grpo"}, "no_tokens"),
@@ -170,6 +175,15 @@ def test_too_few_to_normalise_over_is_known_before(
         ),
         (group(row(0, [0, 1], 1.0, [(-1, 1.0)])), {}, "its reward 'turn' is 1.0 at token -1"),
         (group(row(0, [0, 1], 1.0, [(1, np.nan)])), {}, "its reward 'turn' is nan at token 1"),
+        (group(row(0, [0, 1], 3e38)), {}, "p/0/0/0: its reward is 3e+38, which is beyond 1e+12"),
+        (group(row(0, [0, 1], -3e38)), {}, "p/0/0/0: its reward is -3e+38, which is beyond 1e+12"),
+        (group(row(0, [0, 1], 0.0, [(1, 3e38)])), {}, "p/0/0/0: its reward 'turn' is 3e+38"),
+        (group(row(0, [0, 1], 0.0, [(1, np.inf)])), {}, "p/0/0/0: its reward 'turn' is inf"),
+        (
+            group(row(0, [1, 0], 1.0), row(1, [0, 0], 0.0)),  # a turn, of which nothing is trained
+            {"advantage": "grpo", "credit": "turn"},
+            "one turn; grpo needs at least two",
+        ),
         (
             group(row(0, [0, 1], 1.25)),
             {"advantage": "spo"},
@@ -197,6 +211,74 @@ def test_what_the_mathematics_cannot_take_is_refused_a_group_at_a_time(
 ) -> None:
     trainer = Trainer.model_validate({"advantage": "opo", **settings})
     assert why in str(untrainable(bad, trainer, 300))
+
+
+MASKS = st.lists(st.integers(0, 1), min_size=1, max_size=4)
+BESIDE = group(row(0, [0, 1], 1.0, offset=1), row(1, [0, 1], 0.0, offset=1))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(MASKS, st.sampled_from([-1.0, 0.0, 0.5, 1.0])), min_size=1, max_size=3))
+def test_what_is_refused_a_group_at_a_time_is_what_a_step_would_refuse(
+    rows: list[tuple[list[int], float]],
+) -> None:
+    step = [group(*(row(k, *given) for k, given in enumerate(rows))), BESIDE]
+    for name, credit in product(("grpo", "maxrl", "opo", "gpg"), ("sample", "turn")):
+        trainer = Trainer.model_validate({"advantage": name, "credit": credit})
+        if untrainable(step[0], trainer, 300) is None:
+            advantages(step, batches.flatten(step), trainer)
+        else:
+            with pytest.raises(ValueError, match=r"one (turn|sample)|at least 0"):
+                advantages(step, batches.flatten(step), trainer)
+
+
+def extreme(name: str, credit: str, *, punished: bool) -> Trainer:
+    """With the least parameters, or the widest, that it may have."""
+    of = ESTIMATORS[name]
+    least = {k: p.least for k, p in of.parameters.items() if isinstance(p, Number) and p.least > 0}
+    bounds = {"low": -MOST_REWARD, "high": MOST_REWARD} if of.tracker else {}
+    overlong = {"max_length": 3, "buffer": 2, "penalty": MOST_REWARD} if punished else None
+    return Trainer.model_validate(
+        {
+            "advantage": name,
+            "advantage_parameters": least | bounds,
+            "credit": credit,
+            "overlong": overlong,
+        }
+    )
+
+
+TRAINERS = [
+    trainer
+    for name, credit, punished in product(ESTIMATORS, ("sample", "turn"), (False, True))
+    if (trainer := extreme(name, credit, punished=punished)).problem() is None
+]
+LARGEST = float(np.float32(MOST_REWARD))
+REWARDS = st.floats(-LARGEST, LARGEST, width=32) | st.sampled_from(
+    [0.0, 1e-45, -1e-45, 1.0, LARGEST, -LARGEST, 999999930368.0]
+).map(lambda reward: float(np.float32(reward)))
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.lists(st.tuples(REWARDS, REWARDS), min_size=1, max_size=5), min_size=1, max_size=3)
+)
+def test_advantages_of_any_rewards_that_are_taken_are_finite_in_float32(
+    rewards: list[list[tuple[float, float]]],
+) -> None:
+    made = [
+        group(*(row(k, [0, 1, 1, 0, 1], r, [(2, part)], offset) for k, (r, part) in enumerate(of)))
+        for offset, of in enumerate(rewards)
+    ]
+    for trainer in TRAINERS:
+        step = [g for g in made if untrainable(g, trainer, 300) is None]
+        rows = batches.flatten(step)
+        if not step or too_few(step, rows, trainer) is not None:
+            continue
+        tracker = tracker_of(trainer)
+        values = None if tracker is None else tracker_values(tracker, TrackerState(), step)
+        for of in advantages(step, rows, trainer, values=values):
+            assert np.isfinite(of.astype(np.float32)).all(), trainer.advantage
 
 
 def test_a_bound_that_float32_rounds_takes_the_reward_that_is_the_bound() -> None:

@@ -46,6 +46,8 @@ def group(*rows: Trajectory) -> Group:
 def test_a_whole_group_is_trainable() -> None:
     assert untrainable(group(row(0), row(1, 0.0)), Trainer(advantage="grpo"), 5) is None
     assert untrainable(group(row(0), row("0/1"), row(1, 0.0)), Trainer(advantage="grpo"), 5) is None
+    far = group(row(0), row("999999999"), row("10/10", 0.0))
+    assert untrainable(far, Trainer(advantage="grpo"), 5) is None
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,17 @@ def test_a_whole_group_is_trainable() -> None:
         (group(row(0), replace(row(1), tokens=np.array([1, 2, -3, 4], np.int32))), "p/0/3/1: no"),
         (group(row(0), replace(row(1), trajectory_id="foreign-id")), "foreign-id is no id of"),
         (group(row(0), row("x")), "p/0/3/x is no id of group p/0/3"),
+        (group(row(0), row("00")), "p/0/3/00 is no id of group p/0/3"),
+        (group(row(0), row("0/01")), "p/0/3/0/01 is no id of group p/0/3"),
+        (group(row(0), row("1/2/3")), "p/0/3/1/2/3 is no id of group p/0/3"),
+        (group(row(0), row("\u0661")), "p/0/3/\u0661 is no id of group p/0/3"),
+        (group(row(0), row("1\n")), "p/0/3/1\n is no id of group p/0/3"),
+        (group(row(0), row("99999999999999999999")), "/99999999999999999999 is no id of"),
+        (group(row(0), row("1" * 5000)), "is no id of group p/0/3"),
+        (
+            group(row(0), replace(row(1), group_id="p/0/4", trajectory_id="p/0/4/1")),
+            "p/0/4/1 is no id of group p/0/3",
+        ),
         (group(row(0), replace(row(1), logprobs=np.full(4, np.nan, np.float32))), "token 2"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 
 from connectors.config import Trainer
 from connectors.records import Group, Prompt, Version
-from operators.tracker import Belief, Observation, Score, TrackerState, ValueTracker, moved
+from operators.tracker import Belief, Observation, TrackerState, ValueTracker, moved
 from tests.trainer.groups import trainable_group
 from tests.trainer.training import open_engine
 from trainer.engine import TrainingEngine
@@ -66,9 +66,7 @@ def test_a_step_s_rewards_go_in_in_order_and_then_the_policy_moves() -> None:
     groups = [asked(0, "p"), asked(1, "q", 0.5), asked(2, "p")]
     state = learnt(tracker, TrackerState(), groups, drift=0.25)
     rewards = [("a/p", 0.0), ("a/p", 1.0), ("a/q", 0.0), ("a/q", 0.5), ("a/p", 0.0), ("a/p", 1.0)]
-    expected = tracker.update(
-        tracker.start(), [Observation(key=k, reward=r, label="a") for k, r in rewards]
-    )
+    expected = tracker.update(TrackerState(), [Observation(key=k, reward=r) for k, r in rewards])
     assert state == moved(expected, 0.25)
     assert state.length == 0.5
     assert list(state.beliefs) == ["a/q", "a/p"]
@@ -111,7 +109,6 @@ def test_a_run_recovered_from_a_checkpoint_goes_on_with_equal_values_and_weights
         for name in ("value/brier", "value/absolute_error", "value/prompts", "kl/update", "loss"):
             assert one.metrics[name] == other.metrics[name]
     assert len(tracker.beliefs) == 6 + 2
-    assert tracker.scores["a"].num == 6 * 4
     later = tracker.length - start.length
     assert later == pytest.approx(sum(math.sqrt(one.metrics["kl/update"]) for one in done))
     assert later > 0
@@ -127,6 +124,14 @@ def test_the_values_are_in_the_gradient(engine: TrainingEngine, tmp_path: Path) 
         assert execute(engine, groups, SPO, seed=1).skipped is None
         digests.append(engine.digest())
     assert digests[0] != digests[1]
+
+
+def test_values_are_forgotten_over_a_step_of_another_estimator(engine: TrainingEngine) -> None:
+    execute(engine, [asked(0, "p"), asked(1, "q")], SPO, seed=1)
+    assert engine.tracker.beliefs
+    grpo = SPO.model_copy(update={"advantage": "grpo", "advantage_parameters": {}})
+    execute(engine, [asked(2, "r")], grpo, seed=2)
+    assert engine.tracker == TrackerState(), "the policy moved, nobody measured how far"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +158,7 @@ def test_a_step_with_too_few_to_normalise_over_is_skipped_with_the_reason(
     assert engine.digest() == before
     assert all(map(math.isfinite, done.metrics.values()))
     learns = name == "spo"  # from a skipped step's rewards too, and the policy stays
-    expected = TrackerState({"a/p": Belief(0.48 + 1, 0.48)}, {"a": Score(1, 0.25, 0.5)})
+    expected = TrackerState({"a/p": Belief(0.48 + 1, 0.48)})
     assert engine.tracker == (expected if learns else TrackerState())
     again = execute(engine, [alone], trainer, seed=1, micro_batches=done.micro_batches)
     assert again.skipped == reason
