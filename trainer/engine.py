@@ -66,8 +66,9 @@ class StepResult:
              state are as before
     seconds  "logprobs": forward passes, "update": backward passes and the optimizer
     master_changed  whether the optimizer's own float32 weights are others than before
-    drift  if asked: KL(policy before the step || policy after it) a token, over the trained tokens
-           of the first micro-batch (k3); 0 where nothing stepped"""
+    drift  if asked: KL(policy before the step || policy after it) a token, estimated (k3) on the
+           trained tokens of the first micro-batch: its longest rows, which not the policy before
+           the step but the behaviour policy sampled; 0 where nothing stepped"""
 
     metrics: Mapping[str, float]
     skipped: str | None

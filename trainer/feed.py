@@ -98,9 +98,9 @@ class Feed:
     the one after it.
     `untrainable`: why a group that arrived whole can enter no step, or None; such a group is
     dropped and its record goes to `dead-letters`, so that it stops nobody. `no_signal`: whether one
-    that could be trained teaches nothing; it is dropped as `filtered`. `engines`: where they are,
-    for a policy that hangs on their load. `stalled` hears the text of a stall, and None when it is
-    over (on the feed's thread)."""
+    that could be trained carries no reward signal; it is dropped as `filtered`. `engines`: where
+    they are, for a policy that hangs on their load. `stalled` hears the text of a stall, and None
+    when it is over (on the feed's thread)."""
 
     def __init__(
         self,

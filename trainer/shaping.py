@@ -15,7 +15,7 @@ def overlong(
     """[N], what is added to each reward, in [-penalty, 0]: DAPO's soft overlong punishment
     (arXiv:2503.14476).
 
-    lengths     [N], generated tokens
+    lengths     [N], trainable tokens
     max_length  what is longer gets the whole penalty
     buffer      the last tokens below it, over which the penalty grows linearly from 0
     penalty     1 in the paper
