@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+import numpy as np
+
 from connectors.parameters import Flag, Number, OneOf, Parameter, check, nearest
 
 Advantage = Literal[
@@ -62,7 +64,7 @@ _TRACKER: Final[Mapping[str, Parameter]] = {
 def _tracker_rule(given: Mapping[str, Any]) -> str | None:
     if given["rho_min"] > given["rho_max"]:
         return f"rho_min must be at most rho_max ({given['rho_max']}), got {given['rho_min']}"
-    if given["low"] >= given["high"]:
+    if np.float32(given["low"]) >= np.float32(given["high"]):  # as records hold rewards
         return f"low must be below high ({given['high']}), got {given['low']}"
     return None
 

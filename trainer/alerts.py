@@ -46,21 +46,22 @@ class AlertWatch:
 
 
 def _found(metrics: Mapping[str, float], gap_alert: float) -> Iterator[str]:
-    if (share := metrics.get("gap/fresh/share_above_10pct")) is not None:
-        if share > gap_alert:
-            yield (
-                f"gap: {share:.0%} of the {metrics['gap/fresh/tokens']:.0f} tokens that the "
-                "trained version itself sampled are more than 10% more or less probable in the "
-                "trainer: engine and trainer compute differently (temperature or top-p applied to "
-                "the log-probs, dtype or attention kernels, a quantised engine, or weights that "
-                "are not the version's: compare the digests)"
-            )
+    fresh = metrics.get("gap/fresh/share_above_10pct")
+    if fresh is not None and fresh > gap_alert:
+        yield (
+            f"gap: {fresh:.0%} of the {metrics['gap/fresh/tokens']:.0f} tokens that the trained "
+            "version itself sampled are more than 10% more or less probable in the trainer: engine "
+            "and trainer compute differently (temperature or top-p applied to the log-probs, dtype "
+            "or attention kernels, a quantised engine, or weights that are not the version's: "
+            "compare the digests)"
+        )
     elif (share := metrics.get("gap/share_above_10pct", 0.0)) > gap_alert:
+        others = "none was sampled by the trained version" if fresh is None else "its own are not"
         yield (
             f"gap: {share:.0%} of the tokens are more than 10% more or less probable in the "
-            "trainer, and none was sampled by the trained version: the policy moved since (lower "
-            "the staleness bound, the look-ahead or the learning rate, or let a correction weigh "
-            "them), or engine and trainer compute differently"
+            f"trained version, and {others}: the policy moved since (lower the staleness bound, "
+            "the look-ahead or the learning rate, or let a correction weigh them)"
+            + (", or engine and trainer compute differently" if fresh is None else "")
         )
     if metrics.get("advantage/zero_share", 0.0) == 1.0:
         yield (

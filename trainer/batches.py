@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Final
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ from torch import Tensor
 from connectors.records import Group, Trajectory
 from trainer.ages import UNKNOWN, Ages, row_ages
 from trainer.overdue import Weights, row_weights
+
+MOST_LOGPROB: Final = 1e6
+"""Magnitude of a behaviour log-prob. No model comes near, and the sum over a row stays finite."""
 
 
 class BadTrajectory(ValueError):
@@ -116,7 +120,7 @@ def flatten(
     (`algorithms.needs_behaviour`), None when nothing does.
 
     BadTrajectory when a reward is not finite or, where something reads them, a trained token lacks
-    a finite behaviour log-prob or is of text, which no policy sampled."""
+    a behaviour log-prob within +-MOST_LOGPROB or is of text, which no policy sampled."""
     found = [(index, t) for index, group in enumerate(groups) for t in group.trajectories]
     for _, trajectory in found:
         if not math.isfinite(trajectory.reward):
@@ -153,7 +157,7 @@ def _trained(
             f"it is text, which no policy sampled, and {needs_behaviour} needs the log-probs of "
             "one that did",
         )
-    bad = np.flatnonzero(mask & ~np.isfinite(trajectory.logprobs))
+    bad = np.flatnonzero(mask & ~(np.abs(trajectory.logprobs) <= MOST_LOGPROB))
     if len(bad):
         raise BadTrajectory(
             trajectory.trajectory_id,

@@ -52,6 +52,10 @@ def config_file(tmp_path: Path, text: str) -> Path:
             "gpg: f_norm must be a finite number of at least 1e-06, got 0",
         ),
         (
+            "[trainer]\nadvantage = 'spo'\nadvantage_parameters = {high = 1e-50}",
+            "advantage_parameters: spo: low must be below high (1e-50), got 0.0",
+        ),
+        (
             "[trainer]\nadvantage = 'spo'\nadvantage_parameters = {half_live = 0.1}",
             "advantage_parameters: spo: unknown parameter 'half_live', did you mean 'half_life'?",
         ),

@@ -53,8 +53,10 @@ def test_older_tokens_alone_mean_that_the_policy_moved() -> None:
     assert alerts(older, 0.3) == ()
 
 
-def test_where_fresh_tokens_agree_older_ones_may_differ() -> None:
-    assert alerts({**RIGHT, "gap/share_above_10pct": 0.3}, 0.1) == ()
+def test_where_fresh_tokens_agree_the_policy_alone_moved() -> None:
+    (alert,) = alerts({**RIGHT, "gap/share_above_10pct": 0.3}, 0.1)
+    assert "its own are not: the policy moved" in alert
+    assert "engine and trainer" not in alert
 
 
 def test_a_step_whose_advantages_are_all_0_has_no_signal() -> None:

@@ -100,6 +100,10 @@ def test_tokens_of_versions_without_weight_are_not_trained() -> None:
             trajectory("a/7", [0, 1, 1], logprobs=[0, -1, float("nan")]),
             "a/7: token 2 is trained but its log-prob is nan",
         ),
+        (
+            trajectory("a/7", [0, 1, 1], logprobs=[0, -3e38, -1]),
+            "a/7: token 1 is trained but its log-prob is -3",
+        ),
     ],
 )
 def test_a_trajectory_that_cannot_be_trained_is_named(bad: Trajectory, message: str) -> None:
