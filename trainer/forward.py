@@ -77,7 +77,7 @@ class Forwards:
             start_BT = self._start_BT.get(tuple(indices))
             found, metrics = self._policy_loss(batch, logprobs_BT, start_BT, entropy_BT)
             gap_N = None
-            if start_BT is not None :
+            if start_BT is not None and self.settings.source is None:
                 gap_N = (start_BT - batch.behaviour_logprobs_BT)[batch.mask_BT]
             self.tally.add(metrics, gap_N, batch.ages_BT[batch.mask_BT])
         return found
