@@ -4,6 +4,7 @@ and metrics out. A function of (engine state, groups, micro-batches, seed) and t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -13,7 +14,7 @@ import numpy as np
 
 from connectors.algorithms import MOST_REWARD, estimator, needs_behaviour
 from connectors.config import Config, Overlong, Trainer
-from connectors.records import Group, Manifest
+from connectors.records import Group, Manifest, Trajectory
 from operators.tracker import TrackerState
 from trainer import batches, credit, values
 from trainer.ages import Ages
@@ -142,28 +143,32 @@ def untrainable(group: Group, trainer: Trainer, vocabulary_size: int) -> str | N
         batches.flatten([group], needs_behaviour=_needs_behaviour(trainer))
     except batches.BadTrajectory as error:
         return str(error)
-    for trajectory in group.trajectories:
-        tokens = trajectory.tokens
-        if len(tokens) == 0 or tokens.min() < 0 or tokens.max() >= vocabulary_size:
-            return f"{trajectory.trajectory_id}: no tokens, or ids outside [0, {vocabulary_size})"
-        for token, reward, name in trajectory.rewards:
-            if not (0 <= token < len(tokens) and abs(reward) <= MOST_REWARD):
-                return (
-                    f"{trajectory.trajectory_id}: its reward {name!r} is {reward} at token {token}"
-                )
-        if not abs(trajectory.reward) <= MOST_REWARD:
-            return (
-                f"{trajectory.trajectory_id}: its reward is {trajectory.reward:g}, which is beyond "
-                f"{MOST_REWARD:g}"
-            )
     samples: dict[int, float] = {}
     for trajectory in group.trajectories:
-        if trajectory.group_id != group.group_id or not credit.is_sample(trajectory):
-            return f"{trajectory.trajectory_id} is no id of group {group.group_id}"
+        if (why := _malformed(trajectory, group, vocabulary_size)) is not None:
+            return f"{trajectory.trajectory_id}{why}"
         k, reward = credit.sample_of(trajectory), trajectory.reward
         if samples.setdefault(k, reward) != reward:
             return f"branches of {trajectory.trajectory_id} differ in reward"
+    names = Counter(trajectory.trajectory_id for trajectory in group.trajectories)
+    if (most := names.most_common(1)[0])[1] > 1:
+        return f"{most[0]} is the id of {most[1]} of its trajectories"
     return _unsuited(group, list(samples.values()), trainer)
+
+
+def _malformed(trajectory: Trajectory, group: Group, vocabulary_size: int) -> str | None:
+    """What no step can take, to be said after the trajectory's id."""
+    tokens, reward = trajectory.tokens, trajectory.reward
+    if len(tokens) == 0 or tokens.min() < 0 or tokens.max() >= vocabulary_size:
+        return f": no tokens, or ids outside [0, {vocabulary_size})"
+    for token, part, name in trajectory.rewards:
+        if not (0 <= token < len(tokens) and abs(part) <= MOST_REWARD):
+            return f": its reward {name!r} is {part} at token {token}"
+    if not abs(reward) <= MOST_REWARD:
+        return f": its reward is {reward:g}, which is beyond {MOST_REWARD:g}"
+    if trajectory.group_id != group.group_id or not credit.is_sample(trajectory):
+        return f" is no id of group {group.group_id}"
+    return None
 
 
 def _unsuited(group: Group, rewards: Sequence[float], trainer: Trainer) -> str | None:

@@ -58,6 +58,7 @@ def test_a_whole_group_is_trainable() -> None:
         (group(row(0), row(1, math.nan)), "p/0/3/1: its reward is nan"),
         (group(row(0), row(1, math.inf)), "p/0/3/1: its reward is inf"),
         (group(row(0), row("0/1", 0.5), row(1)), "differ in reward"),
+        (group(row(0), row(1, 0.0), row(1, 0.0)), "p/0/3/1 is the id of 2 of its trajectories"),
         (group(row(0), replace(row(1), tokens=np.array([1, 2, 3, 5], np.int32))), "p/0/3/1: no"),
         (group(row(0), replace(row(1), tokens=np.array([1, 2, -3, 4], np.int32))), "p/0/3/1: no"),
         (group(row(0), replace(row(1), trajectory_id="foreign-id")), "foreign-id is no id of"),
