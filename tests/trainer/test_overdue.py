@@ -12,6 +12,7 @@ import pytest
 from connectors.config import Trainer
 from connectors.records import Group, Prompt, Segment, Trajectory, Version, parse_group_id
 from operators.staleness import policy
+from operators.tracker import TrackerState
 from tests.trainer.training import SETTINGS, open_engine
 from trainer.batches import Rows
 from trainer.engine import StepResult
@@ -94,8 +95,17 @@ def test_only_a_policy_that_reweights_says_how() -> None:
 class WrittenDown:
     """In place of an engine: what it was to train."""
 
+    tracker = TrackerState()
+
     def step(
-        self, rows: Rows, micro_batches: Any, advantages: Any, seed: int, trainer: Trainer
+        self,
+        rows: Rows,
+        micro_batches: Any,
+        advantages: Any,
+        seed: int,
+        trainer: Trainer,
+        *,
+        measure_drift: bool,
     ) -> StepResult:
         self.rows, self.advantages = rows, [a.tolist() for a in advantages]
         return StepResult(metrics={}, skipped=None, seconds={}, master_changed=True)
