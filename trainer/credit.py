@@ -117,6 +117,15 @@ def sample_of(trajectory: Trajectory) -> int:
     return int(trajectory.trajectory_id.removeprefix(trajectory.group_id + "/").split("/")[0])
 
 
+def samples(group: Group) -> Iterator[list[Trajectory]]:
+    """The rows of each sample, in the order of their first ones; of rows with any id."""
+    found: defaultdict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in group.trajectories:
+        name = trajectory.trajectory_id.removeprefix(f"{group.group_id}/")
+        found[name.split("/")[0]].append(trajectory)
+    yield from found.values()
+
+
 def samples_of(groups: Sequence[Group]) -> Ints:
     """[N], the sample of each row within its group."""
     return np.array([sample_of(t) for t in trajectories(groups)], np.int64)

@@ -14,12 +14,13 @@ counts once, however many branches it has.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from connectors.records import Group, Trajectory, Version
 from trainer.ages import Ages, histogram
+from trainer.credit import samples
 from trainer.overdue import row_weights
 
 
@@ -34,7 +35,7 @@ def step_metrics(
     generated = Lengths()
     for group in groups:
         generated.add(group)
-        for rows in _samples(group):
+        for rows in samples(group):
             by_task[rows[0].task].append(rows[0].reward)
             trained.append(sum(_num_trained(row, weights) for row in rows))
             found = histogram(rows, ages, weights)
@@ -70,7 +71,7 @@ class Lengths:
         self.num_tokens = self._num_samples = 0
 
     def add(self, group: Group) -> None:
-        for rows in _samples(group):
+        for rows in samples(group):
             segments = [segment for row in rows for segment in row.segments]
             self._num_samples += bool(segments)
             self.num_tokens += sum(s.end - s.start for s in segments)
@@ -82,12 +83,3 @@ class Lengths:
 
 def _num_trained(row: Trajectory, weights: Mapping[Version, float]) -> int:
     return int(np.count_nonzero((row.loss_mask * row_weights(row, weights))[1:]))
-
-
-def _samples(group: Group) -> Iterator[list[Trajectory]]:
-    """The rows of each: `GROUP/k` and `GROUP/k/branch` are branches of sample k."""
-    found: defaultdict[str, list[Trajectory]] = defaultdict(list)
-    for trajectory in group.trajectories:
-        name = trajectory.trajectory_id.removeprefix(f"{group.group_id}/")
-        found[name.split("/")[0]].append(trajectory)
-    yield from found.values()

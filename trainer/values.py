@@ -18,7 +18,7 @@ from connectors.algorithms import estimator
 from connectors.config import Trainer
 from connectors.records import Group, Prompt
 from operators.tracker import Observation, TrackerState, ValueTracker, moved
-from trainer.credit import sample_of
+from trainer.credit import samples
 
 
 def tracker_of(trainer: Trainer) -> ValueTracker | None:
@@ -73,10 +73,7 @@ def metrics(
 
 def rewards_of(group: Group) -> list[float]:
     """One a sample, in the order of their first rows."""
-    found: dict[int, float] = {}
-    for row in group.trajectories:
-        found.setdefault(sample_of(row), row.reward)
-    return list(found.values())
+    return [rows[0].reward for rows in samples(group)]
 
 
 def key_of(prompt: Prompt) -> str:

@@ -168,17 +168,21 @@ NULLS: list[tuple[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "given"), NULLS, ids=str)
-def test_a_null_where_it_is_no_value_makes_no_group(name: str, given: object) -> None:
-    import pyarrow as pa
-
+def plain_group() -> Group:
+    """One row of three tokens."""
     row = Trajectory(
         trajectory_id="t/0/1/0", group_id="t/0/1", task="a", tokens=np.arange(3, dtype=np.int32),
         loss_mask=np.ones(3, np.int8), logprobs=np.zeros(3, np.float32), segments=(),
         origin=Origin("t", 0, 1),
     )  # fmt: skip
-    group = Group(group_id="t/0/1", prompt=Prompt(task="a", prompt="x"), trajectories=(row,))
-    with pa.ipc.open_stream(encode_group(group)) as reader:
+    return Group(group_id="t/0/1", prompt=Prompt(task="a", prompt="x"), trajectories=(row,))
+
+
+@pytest.mark.parametrize(("name", "given"), NULLS, ids=str)
+def test_a_null_where_it_is_no_value_makes_no_group(name: str, given: object) -> None:
+    import pyarrow as pa
+
+    with pa.ipc.open_stream(encode_group(plain_group())) as reader:
         batch, schema = reader.read_next_batch(), reader.schema
     at = batch.schema.get_field_index(name)
     other = batch.set_column(at, name, pa.array(given, batch.schema.field(name).type))
@@ -192,13 +196,7 @@ def test_a_null_where_it_is_no_value_makes_no_group(name: str, given: object) ->
 def test_columns_of_another_type_make_no_group() -> None:
     import pyarrow as pa
 
-    row = Trajectory(
-        trajectory_id="t/0/1/0", group_id="t/0/1", task="a", tokens=np.arange(3, dtype=np.int32),
-        loss_mask=np.ones(3, np.int8), logprobs=np.zeros(3, np.float32), segments=(),
-        origin=Origin("t", 0, 1),
-    )  # fmt: skip
-    group = Group(group_id="t/0/1", prompt=Prompt(task="a", prompt="x"), trajectories=(row,))
-    with pa.ipc.open_stream(encode_group(group)) as reader:
+    with pa.ipc.open_stream(encode_group(plain_group())) as reader:
         batch, schema = reader.read_next_batch(), reader.schema
     for name, wrong in (
         ("reward", pa.array(["high"])),
