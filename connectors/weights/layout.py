@@ -7,7 +7,8 @@ those of `named_parameters()`; a parameter under two names (tied) is laid out on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
 from typing import Final
 
@@ -16,8 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from connectors.weights import adapters as low_rank
+from connectors.weights.adapters import Adapters
+
 Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 """`model.named_parameters()`, `model.state_dict()`, or any pairs of name and tensor."""
+
+Gather = Callable[[Sequence[Tensor]], AbstractContextManager[object]]
+"""Inside its context the parameters it is given are whole. Where they are cut over ranks, all ranks
+call it with the same ones."""
 
 BUCKET_BYTES: Final = 64 << 20
 
@@ -31,11 +39,13 @@ class Slot(msgspec.Struct, frozen=True, array_like=True):
     offset: int
 
 
-class Plan(msgspec.Struct, frozen=True, dict=True):
-    """`dtype` is torch's name of it ("float32", "bfloat16"); buckets, slots: in publish order."""
+class Plan(msgspec.Struct, frozen=True, dict=True, omit_defaults=True):
+    """`dtype` is torch's name of it ("float32", "bfloat16"); buckets, slots: in publish order.
+    `adapters` says that these are adapters of the model's parameters, and not those themselves."""
 
     dtype: str
     buckets: tuple[tuple[Slot, ...], ...]
+    adapters: Adapters | None = None
 
     @cached_property
     def torch_dtype(self) -> torch.dtype:
@@ -59,12 +69,17 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
             yield from bucket
 
     def problem(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> str | None:
-        """Why it does not lay out the parameters `shapes` one after another; None when it does.
-        Nothing else of a plan that came from elsewhere may be used before."""
+        """Why it does not lay out the parameters `shapes`, or adapters of some of them, one after
+        another; None when it does. Nothing else of a plan that came from elsewhere may be used
+        before."""
         kind = getattr(torch, self.dtype, None)
         if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
             return f"the plan's dtype is no floating-point dtype of torch: {self.dtype!r}"
-        if [(slot.name, slot.shape) for slot in self.slots()] != list(shapes):
+        slots = [(slot.name, slot.shape) for slot in self.slots()]
+        if self.adapters is not None:
+            if (why := low_rank.problem(self.adapters, slots, dict(shapes))) is not None:
+                return why
+        elif slots != list(shapes):
             return "the engine's model has other parameters than the trainer's"
         for index, bucket in enumerate(self.buckets):
             if not bucket:
@@ -92,14 +107,20 @@ def shapes_of(named: Named) -> list[tuple[str, tuple[int, ...]]]:
     for name, tensor in dict(named).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            shapes.append((name, tuple(getattr(tensor, "ds_shape", tensor.shape))))
+            shapes.append((name, _shape(tensor)))
     return shapes
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    """Of a partition (DeepSpeed's ZeRO-3), that of the whole."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def plan(
     named_shapes: Iterable[tuple[str, Sequence[int]]],
     dtype: torch.dtype | str,
     bucket_bytes: int = BUCKET_BYTES,
+    adapters: Adapters | None = None,
 ) -> Plan:
     """Lays the parameters out in the order given. A bucket holds at most `bucket_bytes`, or one
     parameter that alone is larger. ValueError when a name comes twice or there is no parameter."""
@@ -120,7 +141,8 @@ def plan(
         offset += numel
     if not buckets:
         raise ValueError("there are no parameters to publish")
-    return Plan(dtype=kind, buckets=tuple(tuple(bucket) for bucket in buckets))
+    laid_out = tuple(tuple(bucket) for bucket in buckets)
+    return Plan(dtype=kind, buckets=laid_out, adapters=adapters)
 
 
 # ---------------------------------------------------------------------------------------- digest
@@ -220,15 +242,34 @@ class Digester:
         return f"{mix64(total ^ shape):016x}"
 
 
-def digest(named: Named, layout: Plan) -> str:
+def digest(named: Named, layout: Plan, gather: Gather = nullcontext) -> str:
     """16 hex digits of the bytes that publishing `named` by `layout` would send: of every element's
-    bits and position, the same on every device. ValueError as `matching`."""
-    tensors = matching(named, layout)
-    first = next(iter(tensors.values()))
-    fold = Digester(layout.torch_dtype, first.device)
-    for slot in layout.slots():
-        fold.update(tensors[slot.name])
+    bits and position, the same on every device. `gather` and errors as `gathered`."""
+    fold: Digester | None = None
+    for bucket in gathered(named, layout, gather):
+        for _, tensor in bucket:
+            fold = fold or Digester(layout.torch_dtype, tensor.device)
+            fold.update(tensor)
+    assert fold is not None  # a plan has parameters
     return fold.hex()
+
+
+def gathered(
+    named: Named, layout: Plan, gather: Gather = nullcontext
+) -> Iterator[Sequence[tuple[Slot, Tensor]]]:
+    """The parameters, bucket by bucket in publish order. Those of one bucket are held whole, by
+    `gather`, while it is looked at and not longer. ValueError as `matching`."""
+    tensors = matching(named, layout)
+    for slots in layout.buckets:
+        bucket = [tensors[slot.name] for slot in slots]
+        with gather(bucket):
+            yield list(zip(slots, bucket, strict=True))
+
+
+def take_part(named: Named, layout: Plan, gather: Gather) -> None:
+    """What the other ranks do while one takes a snapshot or digest."""
+    for _ in gathered(named, layout, gather):
+        pass
 
 
 def matching(named: Named, layout: Plan) -> dict[str, Tensor]:
@@ -237,9 +278,8 @@ def matching(named: Named, layout: Plan) -> dict[str, Tensor]:
     for slot in layout.slots():
         if slot.name not in tensors:
             raise ValueError(f"parameter {slot.name!r} of the plan is missing")
-        if tuple(tensors[slot.name].shape) != slot.shape:
+        if (shape := _shape(tensors[slot.name])) != slot.shape:
             raise ValueError(
-                f"parameter {slot.name!r} has shape {list(tensors[slot.name].shape)}, "
-                f"the plan says {list(slot.shape)}"
+                f"parameter {slot.name!r} has shape {list(shape)}, the plan says {list(slot.shape)}"
             )
     return tensors

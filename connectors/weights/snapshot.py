@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from connectors.weights.layout import Digester, Named, Plan, matching
+from connectors.weights.layout import Digester, Gather, Named, Plan, gathered
 from connectors.weights.memory import Segment
 
 
@@ -32,18 +33,20 @@ class Snapshot:
         *,
         into: Snapshot | None = None,
         device: torch.device | str = "cpu",
+        gather: Gather = nullcontext,
     ) -> Snapshot:
         """Copies the parameters now, converted to the plan's dtype, and digests the copy. `into`
         gives its buffers (it is void afterwards); otherwise fresh ones on `device`, those of a CPU
-        in a segment. ValueError as `matching`; RuntimeError while a process reads `into`."""
-        tensors = matching(named, layout)
+        in a segment. Where parameters are cut over ranks, `gather` makes a bucket's whole, while
+        the other ranks `take_part`. ValueError as `matching`; RuntimeError while a process reads
+        `into`."""
         segment, buckets = _fresh(layout, device) if into is None else _reused(into, layout)
         fold = Digester(layout.torch_dtype, buckets[0].device)
         with _writing(segment):
-            for slots, bucket in zip(layout.buckets, buckets, strict=True):
-                for slot in slots:
+            for whole, bucket in zip(gathered(named, layout, gather), buckets, strict=True):
+                for slot, tensor in whole:
                     piece = bucket[slot.offset : slot.offset + slot.numel]
-                    piece.view(slot.shape).copy_(tensors[slot.name].detach())
+                    piece.view(slot.shape).copy_(tensor.detach())
                 fold.update(bucket)
         return cls(layout, buckets, fold.hex(), segment)
 
