@@ -1,8 +1,8 @@
 """What makes up for data of another policy: log-ratios enter, weights and keep masks leave.
 
 r = exp(proximal - behaviour) is how much likelier a token is under the policy at the step's start
-than under the one that sampled it. Whatever is computed here carries no gradient. All arrays
-[B, T], 0 where `trained` is False; a row is a sequence.
+than under the one that sampled it. Whatever is computed here carries no gradient. All arrays [N],
+of the tokens of a `Trained`; a row is a sequence.
 
 A level says what one r is of: "token"; "sequence", the product over the row's tokens; "geometric",
 their geometric mean, which does not grow with the row's length. At the last two every token of the
@@ -19,12 +19,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from trainer.surrogates import MAX_LOG_RATIO, over_row
+from trainer.surrogates import MAX_LOG_RATIO
+from trainer.trained import Trained
 
-LEVELS: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+LEVELS: Final[dict[str, Callable[[Tensor, Trained], Tensor]]] = {
     "token": lambda values, trained: values,
-    "sequence": lambda values, trained: over_row(values, trained, mean=False),
-    "geometric": lambda values, trained: over_row(values, trained, mean=True),
+    "sequence": lambda values, trained: trained.over_row(values, mean=False),
+    "geometric": lambda values, trained: trained.over_row(values, mean=True),
 }
 
 
@@ -44,7 +45,7 @@ class Weights:
 def weights(
     correction: str,
     log_ratio: Tensor,
-    trained: Tensor,
+    trained: Trained,
     *,
     level: str = "token",
     low: float = 0.5,
@@ -65,14 +66,14 @@ def weights(
     """
     at_level = LEVELS[level](log_ratio, trained)
     least, most = _band(low if correction in ("icepop", "mis") else 0.0, cap)
-    nowhere = torch.zeros_like(trained)
-    outside = ((at_level < least) | (at_level > most)) & trained
+    nowhere = torch.zeros_like(log_ratio, dtype=torch.bool)
+    outside = (at_level < least) | (at_level > most)
     match correction:
         case "none":
             one = torch.ones_like(log_ratio)
             return Weights(weight=one, capped=nowhere, masked=nowhere, clamped=nowhere)
         case "tis":
-            capped = (at_level > most) & trained
+            capped = at_level > most
             weight = at_level.clamp(max=most).exp()
             return Weights(weight=weight, capped=capped, masked=nowhere, clamped=nowhere)
         case "icepop":
@@ -92,7 +93,7 @@ CORRECTIONS: Final = ("none", "tis", "icepop", "mis")
 def kept(
     rejection: str,
     log_ratio: Tensor,
-    trained: Tensor,
+    trained: Trained,
     *,
     level: str = "sequence",
     low: float = 0.5,
@@ -112,7 +113,7 @@ def kept(
     least, most = _band(low if rejection == "k1" else 0.0, high)
     match rejection:
         case "none":
-            return torch.ones_like(trained)
+            return torch.ones_like(log_ratio, dtype=torch.bool)
         case "k1":
             at_level = LEVELS[level](log_ratio, trained)
             return (at_level >= least) & (at_level <= most)

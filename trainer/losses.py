@@ -1,5 +1,7 @@
 """The loss of a step: log-probs and advantages enter, a scalar and sums for its metrics leave.
 
+    [B, T] and a mask, or [N] and the row of each -> the trained tokens, [N] -> the loss
+
 Three policies appear in a loss: the current one (`logprobs`, carries the gradient), the proximal
 one at the step's start (`prox_logprobs`, what the clip is measured from) and the one that sampled
 (`behaviour_logprobs`, what the correction makes up for). See "Batch size-invariance for policy
@@ -25,6 +27,7 @@ from torch import Tensor
 from trainer import aggregation as aggregations
 from trainer import corrections, surrogates
 from trainer.regularisers import KLS
+from trainer.trained import Trained
 
 
 def policy_loss(
@@ -36,6 +39,7 @@ def policy_loss(
     mask: Any,
     aggregation: str = "token-mean",
     *,
+    rows: Any = None,
     row_weights: Any = None,
     groups: Any = None,
     samples: Any = None,
@@ -55,18 +59,21 @@ def policy_loss(
     entropy_coefficient: float = 0.0,
     **parameters: Any,
 ) -> tuple[Any, dict[str, float]]:
-    """(loss, metrics). All arrays [B, T], float32 or wider; mask nonzero = trained.
+    """(loss, metrics). All arrays [B, T], float32 or wider; mask nonzero = trained. With `rows` all
+    are [tokens] instead, as a pack has them, and nothing of a [B, T] is ever made.
 
     Values where the mask is 0 may be anything, NaN included: they reach neither loss nor gradient.
+    rows                int64 [tokens], ascending: the row of each token, an index of row_weights,
+                        which it needs; rows may have none. `mask` may then be None: all trained
     behaviour_logprobs  None or NaN only where neither correction nor rejection reads them
     row_weights         [B], of these rows among those of the whole step; None: these rows are the
                         step, `aggregation.row_weights` of groups, samples and constant
     entropy             of the policy at each token; with a coefficient, differentiable
     parameters          of the loss, see surrogates.py
     numpy in, numpy out (float64, no gradient). Finite for log-ratios of any size.
-    ValueError: unknown name, no trained token and no row_weights, a trained token whose advantage
-    or needed log-prob is not finite, a coefficient without its array, a correction or rejection
-    with "imitation". A current log-prob that is NaN gives a NaN loss.
+    ValueError: unknown name, no trained token and no row_weights, shapes that disagree, a trained
+    token whose advantage or needed log-prob is not finite, a coefficient without its array, a
+    correction or rejection with "imitation". A current log-prob that is NaN gives a NaN loss.
 
     Metrics are sums over this call's trained tokens, to be added over micro-batches:
 
@@ -94,26 +101,23 @@ def policy_loss(
             f"'none', got {correction!r} and {rejection!r}"
         )
     is_numpy = isinstance(logprobs, np.ndarray)
-    trained = torch.as_tensor(mask) != 0
-    if row_weights is None:
-        row_weights = aggregations.row_weights(
-            trained, aggregation, groups=groups, samples=samples, constant=constant
-        )
-    current = _where_trained("", logprobs, trained)
-    prox = _where_trained("", prox_logprobs, trained).detach()
-    advantage = _where_trained("advantage", advantages, trained)
-    reads_behaviour = (correction, rejection) != ("none", "none")
-    behaviour = _where_trained(
-        "behaviour log-prob" if reads_behaviour else "", behaviour_logprobs, trained
+    trained, weights_B = _trained(
+        mask, rows, row_weights, aggregation, groups=groups, samples=samples, constant=constant
     )
-    known = trained & torch.isfinite(behaviour)
-    gap = torch.where(known, prox - behaviour.detach(), 0.0)
+    current = _taken("", logprobs, trained)
+    prox = _taken("", prox_logprobs, trained).detach()
+    advantage = _taken("advantage", advantages, trained)
+    reads_behaviour = (correction, rejection) != ("none", "none")
+    checked = "behaviour log-prob" if reads_behaviour else ""
+    behaviour = _taken(checked, behaviour_logprobs, trained).detach()
+    known = torch.isfinite(behaviour)
+    gap = torch.where(known, prox - behaviour, 0.0)
 
     surrogate = surrogates.LOSSES[name](current, prox, advantage, trained, **parameters)
     weight = corrections.weights(
         correction, gap, trained, level=correction_level, low=correction_low, cap=correction_cap
     )
-    kept = trained & corrections.kept(
+    kept = corrections.kept(
         rejection, gap, trained, level=rejection_level, low=rejection_low, high=rejection_high
     )
     reference_kl, far = _kl(kl, current, reference_logprobs, trained, kl_coefficient)
@@ -123,13 +127,11 @@ def policy_loss(
         losses = losses + kl_coefficient * reference_kl
     if entropy_coefficient:
         losses = losses - entropy_coefficient * entropies
-    by_row = torch.where(kept, losses, 0.0).sum(-1)
-    loss = (by_row * torch.as_tensor(row_weights).to(by_row)).sum()
+    loss = (torch.where(kept, losses, 0.0) * weights_B.to(losses)[trained.rows_N]).sum()
 
     final = torch.where(kept, weight.weight, 0.0)
     metrics = _sums(
-        trained,
-        num_tokens=trained,
+        num_tokens=torch.ones_like(kept),
         num_clipped=surrogate.clipped,
         num_clamped=surrogate.clamped | weight.clamped | far,
         num_capped=weight.capped,
@@ -146,45 +148,68 @@ def policy_loss(
     return (np.float64(loss.item()) if is_numpy else loss), metrics
 
 
+def _trained(
+    mask: Any, rows: Any, row_weights: Any, aggregation: str, **of_rows: Any
+) -> tuple[Trained, Tensor]:
+    """(Which tokens are trained, the weight of each row)."""
+    is_trained = None if mask is None else torch.as_tensor(mask) != 0
+    if rows is not None:
+        if row_weights is None:
+            raise ValueError("rows: the weights of the rows are missing")
+        trained = Trained.of_rows(torch.as_tensor(rows), len(row_weights), is_trained)
+    elif is_trained is None:
+        raise ValueError("the mask is missing, or the rows of the tokens")
+    else:
+        trained = Trained.of_mask(is_trained)
+        if row_weights is None:
+            row_weights = aggregations.row_weights(is_trained, aggregation, **of_rows)
+        elif len(row_weights) != trained.num_rows:
+            raise ValueError(f"{trained.num_rows} rows, and weights of {len(row_weights)}")
+    return trained, torch.as_tensor(row_weights)
+
+
 def _kl(
-    kl: str, current: Tensor, reference_logprobs: Any, trained: Tensor, coefficient: float
+    kl: str, current: Tensor, reference_logprobs: Any, trained: Trained, coefficient: float
 ) -> tuple[Tensor, Tensor]:
     """(The estimate at each token, where the loss takes it clamped); 0 without a reference."""
+    nowhere = torch.zeros_like(current, dtype=torch.bool)
     if reference_logprobs is None:
         if coefficient:
             raise ValueError(f"kl_coefficient is {coefficient}: reference log-probs are missing")
-        return torch.zeros_like(current), torch.zeros_like(trained)
-    reference = _where_trained("reference log-prob", reference_logprobs, trained).detach()
+        return torch.zeros_like(current), nowhere
+    reference = _taken("reference log-prob", reference_logprobs, trained).detach()
     values, clamped = KLS[kl](current - reference)
-    return values, clamped if coefficient else torch.zeros_like(trained)
+    return values, clamped if coefficient else nowhere
 
 
-def _entropy(entropy: Any, trained: Tensor, current: Tensor, coefficient: float) -> Tensor:
+def _entropy(entropy: Any, trained: Trained, current: Tensor, coefficient: float) -> Tensor:
     if entropy is None:
         if coefficient:
             raise ValueError(f"entropy_coefficient is {coefficient}: entropies are missing")
         return torch.zeros_like(current)
-    return _where_trained("", entropy, trained)
+    return _taken("", entropy, trained)
 
 
-def _where_trained(checked: str, values: Any, trained: Tensor) -> Tensor:
-    """`values` as a tensor, 0 where not trained; NaN for None. ValueError if `checked` names what
-    they are and a trained one is not finite."""
+def _taken(checked: str, values: Any, trained: Trained) -> Tensor:
+    """[N] of `values`; NaN for None. ValueError if `checked` names what they are and one is not
+    finite."""
     if isinstance(values, np.ndarray):
         values = torch.from_numpy(np.asarray(values, np.float64))
     if values is None:
-        values = torch.full(trained.shape, torch.nan, device=trained.device)
-    # where() also stops the gradient: a masked NaN multiplied by 0 would still be NaN.
-    found: Tensor = torch.where(trained, values, 0.0)
+        found = torch.full_like(trained.rows_N, torch.nan, dtype=torch.float32)
+    else:
+        found = trained.take(values)
     if checked and not bool(torch.isfinite(found).all()):
-        where = tuple((~torch.isfinite(found)).nonzero()[0].tolist())
-        raise ValueError(f"the {checked} of trained token {where} is {found[where].item()}")
+        first = int((~torch.isfinite(found)).nonzero()[0])
+        raise ValueError(
+            f"the {checked} of trained token {trained.name(first)} is {found[first].item()}"
+        )
     return found
 
 
-def _sums(trained: Tensor, **values: Tensor) -> dict[str, float]:
-    """Over trained tokens, in float64, fetched from the device at once."""
-    sums = [torch.where(trained, v.detach(), 0).sum(dtype=torch.float64) for v in values.values()]
+def _sums(**values: Tensor) -> dict[str, float]:
+    """In float64, fetched from the device at once."""
+    sums = [v.detach().sum(dtype=torch.float64) for v in values.values()]
     return dict(zip(values, torch.stack(sums).tolist(), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Estimators of KL(current || reference) as a term of the loss: log-probs enter, [B, T] leaves.
+"""Estimators of KL(current || reference) as a term of the loss: log-probs enter, [N] leaves.
 
 d = current - reference, of tokens drawn from the current policy. What a term does to the weights is
 its gradient, which is not the gradient of what its value estimates (arXiv:2510.01555):

@@ -1,8 +1,8 @@
 """Policy losses a token: log-probs of current and proximal policy enter, losses leave.
 
 Each is a function `(logprobs, prox_logprobs, advantages, trained, **parameters) -> Surrogate`. All
-arrays [B, T]; log-probs and advantages are 0 where `trained` is False. Only `logprobs` carries a
-gradient. What each one's parameters may be: connectors/algorithms.py.
+arrays [N], of the tokens of `trained`. Only `logprobs` carries a gradient. What each one's
+parameters may be: connectors/algorithms.py.
 
 A log-ratio is clamped to +-MAX_LOG_RATIO before exp; where the clamp bites a ratio has no gradient.
 """
@@ -16,6 +16,8 @@ from typing import Final
 
 import torch
 from torch import Tensor
+
+from trainer.trained import Trained
 
 MAX_LOG_RATIO: Final = 20.0
 """Beyond it a ratio says only "far away" and overflows soon."""
@@ -38,7 +40,7 @@ def ppo(
     logprobs: Tensor,
     prox_logprobs: Tensor,
     advantages: Tensor,
-    trained: Tensor,
+    trained: Trained,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -55,7 +57,7 @@ def gspo(
     logprobs: Tensor,
     prox_logprobs: Tensor,
     advantages: Tensor,
-    trained: Tensor,
+    trained: Trained,
     *,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
@@ -67,7 +69,7 @@ def gspo(
     advantage a row is GSPO itself. That is an average over samples of their tokens' mean:
     "seq-mean-token-mean"."""
     log_ratio = logprobs - prox_logprobs
-    of_row = over_row(log_ratio.detach(), trained, mean=True)
+    of_row = trained.over_row(log_ratio.detach(), mean=True)
     # current - current: 0 in value, the gradient of this token.
     return _clipped(of_row + (logprobs - logprobs.detach()), advantages, clip_low, clip_high)
 
@@ -76,7 +78,7 @@ def cispo(
     logprobs: Tensor,
     prox_logprobs: Tensor,
     advantages: Tensor,
-    trained: Tensor,
+    trained: Trained,
     *,
     clip_low: float = 1.0,
     clip_high: float = 4.0,
@@ -97,7 +99,7 @@ def dppo(
     logprobs: Tensor,
     prox_logprobs: Tensor,
     advantages: Tensor,
-    trained: Tensor,
+    trained: Trained,
     *,
     divergence: str = "tv",
     limit_low: float = 0.2,
@@ -126,11 +128,11 @@ def dppo(
 
 
 def reinforce(
-    logprobs: Tensor, prox_logprobs: Tensor, advantages: Tensor, trained: Tensor
+    logprobs: Tensor, prox_logprobs: Tensor, advantages: Tensor, trained: Trained
 ) -> Surrogate:
     """-A log(current): no ratio, no clip (Williams, 1992; what GPG, arXiv:2504.02546, trains
     with). Off-policy only the correction weight makes up for the difference."""
-    nowhere = torch.zeros_like(trained)
+    nowhere = torch.zeros_like(logprobs, dtype=torch.bool)
     return Surrogate(
         losses=-advantages * logprobs,
         ratio=torch.ones_like(prox_logprobs),
@@ -165,14 +167,6 @@ LOSSES: Final[dict[str, Callable[..., Surrogate]]] = {
     "reinforce": reinforce,
     "imitation": imitation,
 }
-
-
-def over_row(values: Tensor, trained: Tensor, *, mean: bool) -> Tensor:
-    """The sum or mean over each row's trained tokens, at every column; `values` are 0 elsewhere."""
-    total = values.sum(-1, keepdim=True)
-    if mean:
-        total = total / trained.sum(-1, keepdim=True).clamp(min=1)
-    return total.expand_as(values)
 
 
 def _clipped(
