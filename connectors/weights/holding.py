@@ -41,6 +41,7 @@ class Holding:
         self._epoch = -1
         self._turn = 0
         self._under_way = False  # bytes of this turn may have come, and no whole version is in
+        self._added = False  # the digest is of adapters alone
 
     @property
     def version(self) -> Version | None:
@@ -48,7 +49,8 @@ class Holding:
 
     @property
     def digest(self) -> str:
-        """Of the model's bytes; "" when they are a mixture of versions, or not known."""
+        """Of the model's bytes, or of the adapters added to what it started with; "" when they are
+        a mixture of versions, or not known."""
         return self._digest
 
     @property
@@ -58,7 +60,8 @@ class Holding:
 
     # --------------------------------------------------------------------------------- turns
     def admit(self, epoch: int) -> None:
-        """EpochRefused for a trainer older than one met; a newer one begins a turn."""
+        """EpochRefused for a trainer older than one met; a newer one begins a turn, and cannot know
+        what base and scale a digest of adapters is of: it is forgotten."""
         with self.lock:
             if epoch < self._epoch:
                 raise EpochRefused(
@@ -67,6 +70,8 @@ class Holding:
             if epoch > self._epoch:
                 self.begin_turn()
                 self._epoch = epoch
+                if self._added:
+                    self._digest = ""
 
     def begin_turn(self, *, keep_group: bool = False) -> int:
         """Calls off what is under way, which costs the version if bytes may have come."""
@@ -94,12 +99,13 @@ class Holding:
             self.began(turn)
             self._version, self._digest = None, ""
 
-    def hold(self, turn: int, version: Version, digest: str) -> Ack:
-        """A whole version is in. UpdateAborted as `began`: then none is held."""
+    def hold(self, turn: int, version: Version, digest: str, *, added: bool = False) -> Ack:
+        """A whole version is in; `added`: as adapters. UpdateAborted as `began`: then none is
+        held."""
         with self.lock:
             self._require(turn)
             self._under_way = False
-            self._version, self._digest = version, digest
+            self._version, self._digest, self._added = version, digest, added
         return Ack(version=version, digest=digest)
 
     def lose(self, turn: int) -> None:

@@ -5,7 +5,8 @@ group it joined or from the trainer's memory, and installs it between two decode
     receive  blocks until the bytes are in, apart from the model,   any thread but the decode loop's
              and their digest is the announced one
     loaded   the same of bytes that lie in the trainer's memory     any thread but the decode loop's
-    apply    copies them into the parameters                        the decode loop, between steps
+    apply    copies them into the parameters, or adds what are      the decode loop, between steps
+             adapters to what the engine started with
     relabel, fence  at once                                         any thread
 
 Which version is held, and whose word counts, is `Holding`'s.
@@ -17,11 +18,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from connectors.records import Version
+from connectors.weights.base import BaseWeights
 from connectors.weights.group import Group, GroupBroken
 from connectors.weights.holding import Holding
 from connectors.weights.layout import Digester, Named, Plan, digest, plan, shapes_of
@@ -54,15 +57,19 @@ class Staged:
 
 class WeightsReceiver:
     """Thread-safe. `named` are the live parameters `apply` writes to; the digest of their present
-    bytes is computed at once. Errors are WeightsErrors: answer `error.status`, `error.body()`.
+    bytes is computed at once. `folder` is where they were read: with it adapters can be taken even
+    after whole weights. Errors are WeightsErrors: answer `error.status`, `error.body()`.
     """
 
-    def __init__(self, named: Named) -> None:
+    def __init__(self, named: Named, folder: Path | None = None) -> None:
         self._parameters = dict(named)
         first = next(iter(self._parameters.values()))
         self._device = first.device
         self._plan = plan(shapes_of(self._parameters), first.dtype)
-        self._holding = Holding(digest(self._parameters, self._plan), void=self._leave)
+        loaded = digest(self._parameters, self._plan)
+        own = {slot.name: self._parameters[slot.name] for slot in self._plan.slots()}
+        self._base = BaseWeights(own, loaded, folder)
+        self._holding = Holding(loaded, void=self._leave)
         self._group: Group | None = None
         self._spare: list[Tensor] | None = None  # staging buffers nobody writes to
 
@@ -167,22 +174,31 @@ class WeightsReceiver:
             yield Staged(request, Snapshot(request.plan, buckets, request.digest), turn)
 
     def apply(self, staged: Staged, write: Callable[[str, Tensor], None] | None = None) -> Ack:
-        """Installs what was received: `write(name, tensor)` for each parameter, by default a copy
-        into it. EpochRefused or UpdateAborted when a newer trainer or update came since. An
-        exception of `write` leaves no version."""
+        """Installs what was received: `write(name, tensor)` for each parameter that it changes, by
+        default a copy into it. EpochRefused or UpdateAborted when a newer trainer or update came
+        since. An exception of `write` leaves no version."""
         request, holding = staged.request, self._holding
         with holding.lock:
             holding.admit(request.epoch)
             holding.touched(staged.turn)
             with torch.no_grad():
-                for name, tensor in staged.snapshot.named_tensors():
+                for name, tensor in self._whole(staged.snapshot):
                     if write is None:
                         self._parameters[name].copy_(tensor)
                     else:
                         write(name, tensor)
             if isinstance(request, UpdateRequest):
                 self._spare = list(staged.snapshot.buckets)
-            return holding.hold(staged.turn, request.version, request.digest)
+            added = staged.snapshot.plan.adapters is not None
+            return holding.hold(staged.turn, request.version, request.digest, added=added)
+
+    def _whole(self, snapshot: Snapshot) -> Iterator[tuple[str, Tensor]]:
+        """Of adapters, what they make of the weights that the engine started with."""
+        adapters, named = snapshot.plan.adapters, snapshot.named_tensors()
+        if adapters is not None:
+            return self._base.with_adapters(adapters, named)
+        self._base.overwrite()
+        return named
 
     # -------------------------------------------------------------------------------- at once
     def relabel(self, request: RelabelRequest) -> Ack:
@@ -200,6 +216,8 @@ class WeightsReceiver:
     def _check(self, layout: Plan) -> None:
         if (why := layout.problem(shapes_of(self._parameters))) is not None:
             raise PlanRefused(why)
+        if layout.adapters is not None:
+            self._base.check(layout.adapters)
 
     def _leave(self) -> None:
         if self._group is not None:

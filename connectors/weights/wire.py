@@ -133,7 +133,8 @@ class DigestMismatch(WeightsError):
 
 
 class PlanRefused(WeightsError):
-    """The engine's model has other parameters than the trainer's, or the plan is none."""
+    """The engine's model has other parameters than the trainer's, or other base weights than its
+    adapters; or the plan is none."""
 
     kind = "plan"
     status = 400

@@ -25,11 +25,12 @@ def build(config: Config) -> tuple[Decoder, Weights]:
 
     torch.set_num_threads(options.num_threads)
     device = "cuda" if config.engine.num_gpus > 0 and torch.cuda.is_available() else "cpu"
-    model = decoding.load_model(config.resolve(config.model.path), config.model.dtype, device)
+    folder = config.resolve(config.model.path)
+    model = decoding.load_model(folder, config.model.dtype, device)
     decoder = decoding.Decoder(
         model,
         max_running=config.engine.max_running,
         context_tokens=min(config.model.context_tokens, decoding.num_positions(model)),
         options=options,
     )
-    return decoder, WeightSwap(decoder, WeightsReceiver(dict(model.named_parameters())))
+    return decoder, WeightSwap(decoder, WeightsReceiver(model.named_parameters(), folder))

@@ -7,7 +7,9 @@
     start_weight_update           layers back to the checkpoint's
                                   form, their loaders wrapped
     update_weights                bucket by bucket: receives or
-                                  maps, digests, loads
+                                  maps, digests, loads; adapters,
+                                  once they are all in, with the
+                                  model folder's weights
     finish_weight_update          the layers' kernels as loaded,
                                   or the last ones; reports
 
@@ -22,7 +24,9 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,8 +45,9 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
 from connectors.engines.vllm.board import Order, Report, Turn
+from connectors.weights.base import ModelFolder
 from connectors.weights.group import Group, GroupBroken
-from connectors.weights.layout import Digester, Plan, Slot
+from connectors.weights.layout import Digester, Plan
 from connectors.weights.member import await_start, enter
 from connectors.weights.memory import reading
 from connectors.weights.wire import (
@@ -53,6 +58,8 @@ from connectors.weights.wire import (
     UpdateInterrupted,
     UpdateRequest,
 )
+
+T = TypeVar("T")
 
 
 class BesideOrder(Order, WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not checked
@@ -181,37 +188,57 @@ class HeadwaterTransfer(WeightTransferEngine[BesideOrder, TakeOrder]):  # type: 
             torch.empty(size, dtype=plan.torch_dtype, device=group.device) for size in plan.sizes
         )
         fold = Digester(plan.torch_dtype, group.device)
-        buckets = group.stream(fresh, self._deadline, turn.over)
-        try:
-            for slots, bucket in zip(plan.buckets, self._timed(buckets), strict=True):
+
+        def received() -> Iterator[Tensor]:
+            for bucket in group.stream(fresh, self._deadline, turn.over):
                 fold.update(bucket)
-                self._load(slots, bucket)
+                yield bucket
+            if (got := fold.hex()) != request.digest:
+                raise DigestMismatch(f"received {got}, announced as {request.digest}")
+
+        try:
+            self._load(plan, received(), turn)
         except GroupBroken as error:
             raise UpdateInterrupted(f"the update to {request.version} broke: {error}") from error
-        got = fold.hex()
-        if got != request.digest:
-            raise DigestMismatch(f"received {got}, announced as {request.digest}")
 
     def _read(self, request: LoadRequest, turn: Turn) -> None:
         """The engine's process has compared the digest, and keeps the owner from writing until the
         update is finished."""
         with reading(request) as buckets:
-            for slots, bucket in zip(request.plan.buckets, self._timed(iter(buckets)), strict=True):
-                if turn.over():
-                    raise UpdateInterrupted(f"{request.version} was given up")
-                self._load(slots, bucket)
+            self._load(request.plan, iter(buckets), turn)
 
-    def _load(self, slots: tuple[Slot, ...], bucket: Tensor) -> None:
-        self.model.load_weights(
-            (slot.name, bucket[slot.offset : slot.offset + slot.numel].view(slot.shape))
-            for slot in slots
+    def _load(self, plan: Plan, buckets: Iterator[Tensor], turn: Turn) -> None:
+        """Parameters bucket by bucket, as they come. Adapters once all are in: then everything that
+        the model's files hold, since vLLM loads no part of a layer, and nobody knows what whole
+        weights came before."""
+        arriving = (
+            [
+                (slot.name, bucket[slot.offset : slot.offset + slot.numel].view(slot.shape))
+                for slot in slots
+            ]
+            for slots, bucket in zip(plan.buckets, self._timed(buckets, turn), strict=True)
         )
+        if plan.adapters is None:
+            for named in arriving:
+                self.model.load_weights(iter(named))
+            return
+        adapters = [pair for named in arriving for pair in named]
+        started = time.perf_counter()
+        whole = self._base.with_adapters(
+            plan.adapters, adapters, self.model_config.dtype, self.device
+        )
+        self.model.load_weights(_unless_over(turn, whole))
+        self._seconds["load"] += time.perf_counter() - started
 
-    def _timed(self, buckets: Iterator[Tensor]) -> Iterator[Tensor]:
+    @cached_property
+    def _base(self) -> ModelFolder:
+        return ModelFolder(Path(self.model_config.model))
+
+    def _timed(self, buckets: Iterator[Tensor], turn: Turn) -> Iterator[Tensor]:
         """Adds the time until a bucket is there to `receive`, the time until the next one is asked
         for to `load`."""
         at = time.perf_counter()
-        for bucket in buckets:
+        for bucket in _unless_over(turn, buckets):
             there = time.perf_counter()
             self._seconds["receive"] += there - at
             yield bucket
@@ -226,6 +253,13 @@ class HeadwaterTransfer(WeightTransferEngine[BesideOrder, TakeOrder]):  # type: 
 
     def shutdown(self) -> None:
         self._leave()
+
+
+def _unless_over(turn: Turn, things: Iterator[T]) -> Iterator[T]:
+    for thing in things:
+        if turn.over():
+            raise UpdateInterrupted("called off")
+        yield thing
 
 
 # ------------------------------------------------------------------------------ vLLM's reload

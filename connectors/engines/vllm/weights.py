@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from types import CoroutineType
 from typing import Any, Protocol
@@ -36,6 +37,7 @@ from connectors.engines.metrics import Durations
 from connectors.engines.vllm.board import Board, Order
 from connectors.engines.vllm.decoder import label_of
 from connectors.records import Version
+from connectors.weights.base import ModelFolder, check_base
 from connectors.weights.group import GroupBroken
 from connectors.weights.holding import Holding
 from connectors.weights.layout import Plan, shapes_of
@@ -148,7 +150,7 @@ class VllmWeights:
                     raise GroupUnknown(f"not in group {request.group}")
                 turn = self._begin(request.epoch, keep_group=True)
             self._beside(request, turn, started + joined.timeout_s)
-            return self._swap(request, turn, started, joined.timeout_s)
+            return self._swap(request, joined, turn, started)
 
     # ------------------------------------------------------------------------------ the memory
     def load(self, request: LoadRequest) -> Ack:
@@ -160,19 +162,24 @@ class VllmWeights:
             turn = self._begin(request.epoch, keep_group=True)
             with reading(request) as buckets:
                 check(buckets, request, lambda: not self._holding.is_current(turn))
-                return self._swap(request, turn, started, request.timeout_s)
+                return self._swap(request, request, turn, started)
 
     # -------------------------------------------------------------------------------- the swap
     def _swap(
-        self, request: UpdateRequest | LoadRequest, turn: int, started: float, timeout_s: float
+        self,
+        request: UpdateRequest | LoadRequest,
+        terms: JoinRequest | LoadRequest,
+        turn: int,
+        started: float,
     ) -> Ack:
+        """`terms` say what comes, and how long it may take."""
         llm = self._served.llm
         with self._swapping:
             paused = time.monotonic()
             try:
                 self._call(llm.pause_generation(mode="keep", clear_cache=True))
                 self._holding.touched(turn)
-                seconds, ack = self._exchange(request, turn, timeout_s)
+                seconds, ack = self._exchange(request, terms, turn)
             except WeightsError:
                 self._holding.lose(turn)
                 raise
@@ -186,13 +193,16 @@ class VllmWeights:
         return ack
 
     def _exchange(
-        self, request: UpdateRequest | LoadRequest, turn: int, timeout_s: float
+        self,
+        request: UpdateRequest | LoadRequest,
+        terms: JoinRequest | LoadRequest,
+        turn: int,
     ) -> tuple[dict[str, float], Ack]:
         """The bytes and then the label; nothing is generated in between. Where the time went."""
         llm = self._served.llm
         order = Order.of(request, self._board.port, turn)
         self._call(llm.start_weight_update())
-        self._call(llm.update_weights(WeightTransferUpdateRequest(asdict(order))), timeout_s)
+        self._call(llm.update_weights(WeightTransferUpdateRequest(asdict(order))), terms.timeout_s)
         finishing = time.monotonic()
         self._call(llm.finish_weight_update())
         finalize = time.monotonic() - finishing
@@ -200,7 +210,8 @@ class VllmWeights:
             deadline = time.monotonic() + VERDICT_S
             seconds = self._board.gather(turn, "taken", self.num_ranks, deadline, lambda: False)
             self._call(llm.update_weight_version(label_of(request.version)))
-            ack = self._holding.hold(turn, request.version, request.digest)
+            added = terms.plan.adapters is not None
+            ack = self._holding.hold(turn, request.version, request.digest, added=added)
         except (GroupBroken, UpdateAborted) as error:
             raise UpdateInterrupted(f"the update to {request.version} broke: {error}") from error
         return {**seconds, "finalize": finalize}, ack
@@ -231,6 +242,15 @@ class VllmWeights:
     def _check(self, plan: Plan) -> None:
         if (why := plan.problem(self._shapes)) is not None:
             raise PlanRefused(why)
+        if plan.adapters is not None:
+            check_base(plan.adapters, self._base_digest)
+
+    @cached_property
+    def _base_digest(self) -> str:
+        """Of what the workers will add adapters to."""
+        served = self._served.llm.vllm_config.model_config
+        names = [name for name, _ in self._shapes]
+        return ModelFolder(Path(served.model)).digest(names, served.dtype)
 
     def _begin(self, epoch: int, *, keep_group: bool = False) -> int:
         with self._holding.lock:
