@@ -27,6 +27,7 @@ from connectors.transcripts import BadTranscript, Format, read_transcripts
 from trainer.batches import Rows, assign
 from trainer.engine import TrainingEngine
 from trainer.export import check_target, write_model
+from trainer.schedule import rate
 
 MAX_TOKENS: Final = 2048
 """Of a row, where none are given and the model has as many positions."""
@@ -38,7 +39,7 @@ WARM_UP: Final = 0.03
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """`batch_size` sequences a step. `learning_rate` is the highest, see `rate`."""
+    """`batch_size` sequences a step. `learning_rate` is the highest, see `rate_of`."""
 
     epochs: int = 1
     learning_rate: float = 1e-5
@@ -46,6 +47,18 @@ class Recipe:
     dtype: Literal["float32", "bfloat16"] = "float32"
     num_threads: int = 1
     seed: int = 0
+
+    def rate_of(self, step: int, num_steps: int) -> float:
+        """Up over the first steps, then half a cosine that would reach 0 one step after the last,
+        so that every step teaches."""
+        rise = max(1, math.ceil(WARM_UP * num_steps))
+        return rate(
+            step,
+            num_steps=num_steps + 1,
+            peak=self.learning_rate,
+            schedule="cosine",
+            warmup_steps=rise,
+        )
 
 
 @dataclass(slots=True)
@@ -169,7 +182,7 @@ def fine_tune(
                 [mask.astype(np.float64) for mask in rows.masks],
                 recipe.seed + number,
                 settings.model_copy(
-                    update={"learning_rate": rate(number, len(batches), recipe.learning_rate)}
+                    update={"learning_rate": recipe.rate_of(number, len(batches))}
                 ),
             )
             loss = None if result.skipped else result.metrics["loss"]
@@ -186,12 +199,3 @@ def _batches(num_sequences: int, recipe: Recipe) -> Iterator[list[int]]:
         order = np.random.default_rng((recipe.seed, epoch)).permutation(num_sequences).tolist()
         for start in range(0, num_sequences, recipe.batch_size):
             yield order[start : start + recipe.batch_size]
-
-
-def rate(number: int, num_steps: int, highest: float) -> float:
-    """Of step `number`, from 1: linear up to the highest over the first steps, then half a cosine
-    down to just above 0."""
-    rise = max(1, math.ceil(WARM_UP * num_steps))
-    if number <= rise:
-        return highest * number / rise
-    return highest * 0.5 * (1 + math.cos(math.pi * (number - rise) / (num_steps - rise + 1)))

@@ -17,7 +17,7 @@ import torch
 from connectors.config import ConfigError
 from connectors.text import Text
 from deploy.cli import main
-from trainer.sft import Lessons, Recipe, Step, _batches, fine_tune, rate, read_lessons
+from trainer.sft import Lessons, Recipe, Step, _batches, fine_tune, read_lessons
 
 PAIRS = [("red?", "rot"), ("blue?", "blau"), ("green?", "grün"), ("one?", "eins")]
 RECIPE = Recipe(learning_rate=3e-3, batch_size=2, epochs=20)
@@ -145,11 +145,12 @@ def test_every_epoch_takes_each_row_once_in_another_order() -> None:
 
 
 def test_the_rate_rises_to_its_highest_then_falls_and_is_never_0() -> None:
-    rates = [rate(n, 100, 1.0) for n in range(1, 101)]
+    recipe = Recipe(learning_rate=1.0)
+    rates = [recipe.rate_of(n, 100) for n in range(1, 101)]
     assert rates[:3] == [pytest.approx(n / 3) for n in (1, 2, 3)]
     assert all(a > b > 0 for a, b in pairwise(rates[2:]))
     assert rates[50] == pytest.approx(0.5 * (1 + math.cos(math.pi * 48 / 98)))
-    assert rate(1, 1, 1.0) == 1.0
+    assert recipe.rate_of(1, 1) == 1.0
 
 
 def test_the_command_answers_with_one_object(
