@@ -5,19 +5,25 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+Others = Callable[[Path], Callable[[], None]]
+"""Makes other ranks write what they captured into a folder; what is returned waits for them."""
+
 
 class StateCopy:
     """States by file name. Tensors are copied into memory that is kept: from the second time on, a
-    state of the same shapes costs the copying and nothing else. On CUDA that memory is pinned."""
+    state of the same shapes costs the copying and nothing else. On CUDA that memory is pinned.
 
-    def __init__(self) -> None:
+    others  who has the rest of the same moment's state, and writes it whenever this is written"""
+
+    def __init__(self, others: Others = lambda folder: lambda: None) -> None:
+        self._others = others
         self._files: dict[str, Any] = {}
         self._buffers: list[Tensor] = []
         self._num_used = 0
@@ -50,11 +56,21 @@ class StateCopy:
             torch.cuda.synchronize()
         self._known = {}
 
+    def add_text(self, name: str, text: str) -> None:
+        """What the file `name` shall hold, as it is."""
+        self._files[name] = _Text(text)
+
     def write(self, folder: Path) -> None:
-        """Writes the files below `folder`, each to be read by torch.load."""
+        """Writes the files below `folder`: states to be read by torch.load, texts as they are. It
+        returns, or raises, once the others have written theirs or could not."""
+        wait = self._others(folder)
         for name, state in self._files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            torch.save(state, folder / name)
+            if isinstance(state, _Text):
+                (folder / name).write_text(state)
+            else:
+                torch.save(state, folder / name)
+        wait()
 
     def _copied(self, state: Any) -> Any:
         if isinstance(state, Tensor):
@@ -77,3 +93,7 @@ class StateCopy:
             kept = torch.empty(like.shape, dtype=like.dtype, pin_memory=self._pinned)
             self._buffers[at : at + 1] = [kept]
         return kept
+
+
+class _Text(str):
+    """A file that torch has no part in."""
