@@ -281,6 +281,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest", tag_fi
     version         after the step
     records         the trained groups in order
     micro_batches   rows of the step's flat trajectory list (records in order, rows in order)
+    ranks           which rank (of those that have other rows) ran each; empty: the only one did
     seed            of torch's generator at the step's start
     digest_before, digest   of the weights (16 hex digits)
     skipped         why the optimizer did not step, or None
@@ -295,6 +296,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="manifest", tag_fi
     version: Version
     records: tuple[Coordinate, ...]
     micro_batches: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...] = ()
     seed: int
     digest_before: str
     digest: str

@@ -1,17 +1,20 @@
 """The training engine: rows and advantages enter a step, updated weights and metrics leave it.
 
-DeepSpeed with one rank, ZeRO-1, on CPU (gloo, no compiler needed) or CUDA (nccl) by the same code.
+DeepSpeed on one rank or several, in any ZeRO stage, on CPU (gloo, no compiler needed) or CUDA
+(nccl) by the same code. Every rank is a process with an engine of its own, and all of them call the
+same methods in the same order; where rank 0 decides alone, it `tell`s the others.
 
-    seed -> for each mini-batch:
-                for each of its micro-batches: forward (log-probs) -> loss -> backward
-                one optimizer step
+    step (rank 0) -> shares, one a rank -> train (every rank):
+        seed -> for each mini-batch:
+                    for each of its micro-batches: forward (log-probs) -> loss -> backward
+                    one optimizer step
 
 With one mini-batch, the policy at the step's start, from which the loss measures by default, is the
 current policy of every micro-batch, so its log-probs are the forward's own, detached: no second
 forward runs. With several, one that is not finite is left out: metric `minibatches/skipped`.
 
-A step is a function of (weights, optimizer state, rows, micro-batches, advantages, seed) for a
-given `environment()`: equal inputs give equal bits.
+A step is a function of (weights, optimizer state, rows, micro-batches and their ranks, advantages,
+seed) for a given `environment()`: equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -19,40 +22,42 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from trainer.process_group import (  # first: it sets what torch and DeepSpeed read at import
+    ALONE,
+    World,
     be_deterministic,
     quiet_deepspeed,
+    sequence_group,
     start_process_group,
 )
 
 # isort: split
 import deepspeed
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from numpy.typing import NDArray
 
 from connectors import config as configuration
 from connectors import weights
 from connectors.weights.layout import Digester
 from operators.tracker import TrackerState
-from trainer.batches import Rows, check_assignment, cut
+from trainer import engine_state, shares, zero
+from trainer.batches import Rows
 from trainer.forward import Forwards
-from trainer.logprobs import PolicyModel, load_policy
+from trainer.packing import check_assignment
+from trainer.policy import PolicyModel, load_policy
+from trainer.shares import Call, Origin, Share
 from trainer.state_copy import StateCopy
 from trainer.step_metrics import Tally, row_metrics
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_TAG: Final = "engine"
-_TRACKER: Final = "tracker.pt"
 _TOKENIZER_FILES: Final = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "generation_config.json",
@@ -64,11 +69,11 @@ class StepResult:
     """metrics  finite numbers by name (one that is not finite is left out)
     skipped  None, "no_tokens" or, of all mini-batches, "nan_gradient": then weights and optimizer
              state are as before
-    seconds  "logprobs": forward passes, "update": backward passes and the optimizer
+    seconds  "logprobs": forward passes, "update": backward passes and the optimizer; of rank 0
     master_changed  whether the optimizer's own float32 weights are others than before
     drift  if asked: KL(policy before the step || policy after it) a token, estimated (k3) on the
-           trained tokens of the first micro-batch: its longest rows, which not the policy before
-           the step but the behaviour policy sampled; 0 where nothing stepped"""
+           trained tokens of each rank's first micro-batch, which not the policy before the step but
+           the behaviour policy sampled; 0 where nothing stepped"""
 
     metrics: Mapping[str, float]
     skipped: str | None
@@ -89,36 +94,67 @@ class TrainingEngine:
         trainer: configuration.Trainer,
         model: configuration.Model,
         temperature: float,
+        *,
+        world: World = ALONE,
+        tell: Callable[[Call], None] | None = None,
     ) -> None:
-        """ConfigError for a setting this engine cannot run; FileNotFoundError for a missing model
-        folder; ValueError for a model whose head it cannot reproduce."""
-        _check_settings(trainer)
+        """`tell`: of rank 0, makes the other ranks do what this one does; None for a rank alone, or
+        where each has a caller. ConfigError for another number of ranks than the world has,
+        FileNotFoundError for a missing model folder; ValueError for a
+        model whose head or attention cannot be reproduced."""
         self.tracker = TrackerState()
         self._path = Path(model_path)
         if not (self._path / "config.json").is_file():
             raise FileNotFoundError(
                 f"model.path: {self._path} holds no model (config.json is missing)"
             )
+        if trainer.num_ranks != world.num_ranks:
+            raise configuration.ConfigError(
+                f"trainer.num_ranks: is {trainer.num_ranks}, and this is one of {world.num_ranks}"
+            )
         self._trainer = trainer
+        self._world, self._told = world, tell
         self._dtype = _DTYPES[model.dtype]
         self._temperature = temperature
         self._initial: PolicyModel | None = None
         torch.set_num_threads(trainer.num_threads)
         be_deterministic()
-        start_process_group()
-        policy = load_policy(self._path, self._dtype, temperature)
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        policy.to(self._device)
-        policy.check_head()
+        start_process_group(world)
+        self._device = world.device
+        config = zero.deepspeed_config(trainer, model.dtype)
         with quiet_deepspeed():
+            with zero.loading(config):
+                policy = load_policy(
+                    self._path,
+                    self._dtype,
+                    temperature,
+                    gradient_checkpointing=trainer.gradient_checkpointing,
+                    sequence_group=sequence_group(world, trainer.sequence_parallel),
+                )
+            policy.to(self._device)
             self._engine, *_ = deepspeed.initialize(
-                model=policy,
-                model_parameters=list(policy.parameters()),
-                config=_deepspeed_config(trainer, model.dtype),
+                model=policy, model_parameters=list(policy.parameters()), config=config
             )
         self._engine.train()
         self._engine._copy_recovery_script = lambda folder: None  # only our own code reads it back
+        policy.check_head()
+        policy.check_packing()
         self._plan = weights.plan(weights.shapes_of(self.named_parameters()), self._dtype)
+        self._max_tokens = int(trainer.max_tokens_per_microbatch)
+
+    @property
+    def max_tokens(self) -> int:
+        """That a micro-batch may take to compute."""
+        return self._max_tokens
+
+    @property
+    def num_shares(self) -> int:
+        """Into how many shares a step's rows are cut: ranks, but for those of one sequence."""
+        return self._world.num_ranks // self._trainer.sequence_parallel
+
+    def _tell(self, call: Call) -> None:
+        if self._told is not None:
+            self._told(call)
 
     # ---------------------------------------------------------------------------------- training
     def step(
@@ -129,35 +165,74 @@ class TrainingEngine:
         seed: int,
         trainer: configuration.Trainer | None = None,
         *,
+        ranks: Sequence[int] = (),
+        origin: Origin | None = None,
         measure_drift: bool = False,
     ) -> StepResult:
-        """One step on `rows`, cut into `micro_batches` of row indices (`batches.assign`), with an
-        optimizer step for each mini-batch that has a trained token; `advantages` holds one [T_i]
-        array a row. `seed` is set before the first forward. `trainer`: the settings of this step,
-        None for those the engine was made with. `measure_drift`: by one forward more, at the end.
+        """One step on `rows`, cut into `micro_batches` of row indices, each run by one of `ranks`
+        (`packing.assign`), with an optimizer step for each mini-batch that has a trained token;
+        `advantages` holds one [T_i] array a row. `seed` is set before the first forward. `trainer`:
+        the settings of this step, None for those the engine was made with. `origin`: where other
+        ranks read their rows. `measure_drift`: by one forward more, at the end.
 
         A loss is that of a whole mini-batch, however it is cut. ValueError when micro-batches do
         not cover the trained rows exactly once, mini-batch by mini-batch, or a value cannot be
         trained on."""
         settings = trainer or self._trainer
         check_assignment(rows, micro_batches, settings.num_minibatches)
-        self._set_optimizer(settings)
-        tally, reference = Tally(), self._reference(settings)
-        torch.manual_seed(seed)
         if rows.num_trained == 0:
-            drift = 0.0 if measure_drift else None
-            return self._result(rows, advantages, 0, tally, "no_tokens", drift=drift)
+            return StepResult(
+                metrics=row_metrics(rows, advantages, 0),
+                skipped="no_tokens",
+                seconds=Tally().seconds,
+                master_changed=False,
+                drift=0.0 if measure_drift else None,
+            )
+        cut = shares.split(rows, micro_batches, ranks, advantages, settings, self.num_shares)
+        if self._told is not None:
+            if origin is None:
+                raise ValueError("other ranks are to train, and nothing says where they read")
+            self._tell(
+                shares.Train(
+                    orders=tuple(shares.order_of(share, rows, origin) for share in cut),
+                    seed=seed,
+                    trainer=settings.model_dump_json(),
+                    measure_drift=measure_drift,
+                )
+            )
+        done = self.train(cut[0], seed, settings, measure_drift=measure_drift)
+        metrics = {**done.metrics, **row_metrics(rows, advantages, len(micro_batches))}
+        return StepResult(
+            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+            skipped=done.skipped,
+            seconds=done.seconds,
+            master_changed=done.master_changed,
+            drift=done.drift,
+        )
+
+    def train(
+        self,
+        share: Share,
+        seed: int,
+        settings: configuration.Trainer,
+        *,
+        measure_drift: bool = False,
+    ) -> StepResult:
+        """This rank's part of a step. The result is the same on all ranks but for `seconds`."""
+        zero.clip_by(self._engine, settings.max_grad_norm)
+        self._set_optimizer(settings)
+        tally = Tally()
+        torch.manual_seed(seed)
         forwards = Forwards(
             current=self._engine,
             frozen=self._engine.module,
-            reference=reference,
-            rows=rows,
-            advantages=advantages,
+            reference=self._reference(settings),
+            share=share,
             settings=settings,
             device=self._device,
             tally=tally,
         )
-        first, *rest = cut(rows, micro_batches, settings.num_minibatches)
+        first, *rest = share.minibatches
         if settings.proximal == "recompute":
             forwards.recompute([indices for minibatch in rest for indices in minibatch])
         before = self._master_digest()
@@ -165,15 +240,14 @@ class TrainingEngine:
             self._optimize(forwards, minibatch)
         drift = None
         if measure_drift:
-            drift = forwards.drift(first[0]) if tally.num_applied else 0.0
+            drift = self._drift(forwards, first[0]) if tally.num_applied else 0.0
             tally.metrics["kl/update"] = drift
-        return self._result(
-            rows,
-            advantages,
-            len(micro_batches),
-            tally,
-            None if tally.num_applied else "nan_gradient",
-            master_changed=self._master_digest() != before,
+        tally.merge(self._of_shares(tally.part()))
+        return StepResult(
+            metrics=tally.summary() | {"learning_rate": float(self._engine.get_lr()[0])},
+            skipped=None if tally.num_applied else "nan_gradient",
+            seconds=tally.seconds,
+            master_changed=self._sum(float(self._master_digest() != before)) > 0,
             drift=drift,
         )
 
@@ -187,41 +261,40 @@ class TrainingEngine:
             loss = forwards.loss(indices, at_start=at_start)
             total += float(loss.item())
             started = time.perf_counter()
-            self._engine.backward(loss)
+            # DeepSpeed averages over ranks what is a sum.
+            self._engine.backward(loss * self._world.num_ranks)
             tally.seconds["update"] += time.perf_counter() - started
         started = time.perf_counter()
+        total = self._sum(total) / self._trainer.sequence_parallel
         applied = math.isfinite(total)
         if applied:
             self._engine.step()
-            applied = bool(self._engine.was_step_applied())
+            norm = float(self._engine.get_global_grad_norm())
+            applied = bool(self._engine.was_step_applied()) and math.isfinite(norm)
         else:
             self._engine.optimizer.zero_grad()
-        grad_norm = float(self._engine.get_global_grad_norm()) if applied else None
-        tally.minibatch(total, grad_norm)
+        tally.minibatch(total, norm if applied else None)
         tally.seconds["update"] += time.perf_counter() - started
 
-    def _result(
-        self,
-        rows: Rows,
-        advantages: Sequence[NDArray[np.floating[Any]]],
-        num_micro_batches: int,
-        tally: Tally,
-        skipped: str | None,
-        *,
-        master_changed: bool = False,
-        drift: float | None,
-    ) -> StepResult:
-        metrics = row_metrics(rows, advantages, num_micro_batches)
-        if num_micro_batches:
-            rate = float(self._engine.get_lr()[0])
-            metrics = tally.summary() | metrics | {"learning_rate": rate}
-        return StepResult(
-            metrics={k: v for k, v in metrics.items() if math.isfinite(v)},
-            skipped=skipped,
-            seconds=tally.seconds,
-            master_changed=master_changed,
-            drift=drift,
-        )
+    def _drift(self, forwards: Forwards, indices: Sequence[int]) -> float:
+        total, num = forwards.drift(indices)
+        return self._sum(total) / self._sum(num)
+
+    def _sum(self, number: float) -> float:
+        """Over all ranks."""
+        if self._world.num_ranks == 1:
+            return number
+        total = torch.tensor(number, dtype=torch.float64, device=self._device)
+        dist.all_reduce(total)
+        return float(total)
+
+    def _of_shares(self, part: Any) -> list[Any]:
+        """What one rank of each share says."""
+        if self._world.num_ranks == 1:
+            return [part]
+        found: list[Any] = [None] * self._world.num_ranks
+        dist.all_gather_object(found, part)
+        return found[:: self._trainer.sequence_parallel]
 
     def _reference(self, settings: configuration.Trainer) -> PolicyModel | None:
         """The initial model, in memory from the first step on whose loss measures from it."""
@@ -237,11 +310,11 @@ class TrainingEngine:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = settings.learning_rate
             group["weight_decay"] = settings.weight_decay
-        self._engine.optimizer.clip_grad = settings.max_grad_norm
 
     # ----------------------------------------------------------------------------------- weights
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """The model's parameters under their Hugging Face names, tied ones once."""
+        """The model's parameters under their Hugging Face names, tied ones once; in ZeRO stage 3
+        this rank's parts."""
         return list(self._engine.module.model.named_parameters())
 
     @property
@@ -256,44 +329,39 @@ class TrainingEngine:
 
     def snapshot(self, into: weights.Snapshot | None = None) -> weights.Snapshot:
         """A copy of the weights as published, with its digest, where the weights lie; `into` gives
-        its buffers."""
+        its buffers. Of rank 0."""
+        self._tell(shares.Take())
         return weights.Snapshot.take(
-            self.named_parameters(), self._plan, into=into, device=self._device
+            self.named_parameters(),
+            self._plan,
+            into=into,
+            device=self._device,
+            gather=zero.gathered,
         )
 
     def digest(self) -> str:
         """16 hex digits of the weights as they are published."""
-        return weights.digest(self.named_parameters(), self._plan)
+        self._tell(shares.Digest())
+        return weights.digest(self.named_parameters(), self._plan, gather=zero.gathered)
+
+    def take_part(self) -> None:
+        """What the other ranks do for a snapshot or digest of rank 0."""
+        weights.take_part(self.named_parameters(), self._plan, zero.gathered)
 
     def _master_digest(self) -> str:
-        """Of the weights the optimizer steps on, from which DeepSpeed copies the model's."""
+        """Of this rank's part of the weights the optimizer steps on, from which DeepSpeed copies
+        the model's."""
         fold = Digester(torch.float32, self._device)
-        for group in self._engine.optimizer.param_groups:
-            for weights_of_group in group["params"]:
-                fold.update(weights_of_group)
+        for part in zero.master_weights(self._engine):
+            fold.update(part)
         return fold.hex()
 
     # -------------------------------------------------------------------------------- checkpoint
     def capture(self, into: StateCopy | None = None) -> StateCopy:
-        """A copy of model, optimizer, random state and tracker, whose `write` gives what `load`
-        reads; `into` gives its memory."""
-        captured = into or StateCopy()
-        captured.clear()
-        stock, self._engine.checkpoint_engine = (
-            self._engine.checkpoint_engine, _IntoMemory(captured),
-        )  # fmt: skip
-        try:
-            with quiet_deepspeed():
-                self._engine.save_checkpoint(".", tag=_TAG, save_latest=False)
-        finally:
-            self._engine.checkpoint_engine = stock
-        state = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            state["cuda"] = torch.cuda.get_rng_state()
-        captured.add(f"random_{dist.get_rank()}.pt", state)
-        captured.add(_TRACKER, msgspec.json.encode(self.tracker).decode())
-        captured.wait()
-        return captured
+        """A copy of this rank's model, optimizer and random state, of rank 0 the tracker too, whose
+        `write` gives what `load` reads; `into` gives its memory."""
+        self._tell(shares.Capture())
+        return engine_state.capture(self._engine, self.tracker, into)
 
     def save(self, folder: Path) -> None:
         """Model, optimizer, random state and tracker into `folder` (which exists), to be made
@@ -303,23 +371,22 @@ class TrainingEngine:
     def load(self, folder: Path) -> None:
         """The opposite of `save`, bit for bit. ValueError when `folder` holds no checkpoint,
         RuntimeError (torch's) when it is of a model with other shapes."""
-        if not (folder / _TAG).is_dir():
-            raise ValueError(f"{folder} holds no checkpoint of this engine")
-        with quiet_deepspeed():
-            self._engine.load_checkpoint(str(folder), tag=_TAG)
-        state = torch.load(folder / f"random_{dist.get_rank()}.pt", weights_only=True)
-        torch.set_rng_state(state["cpu"])
-        if torch.cuda.is_available() and "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"])
-        tracker = torch.load(folder / _TRACKER, weights_only=True)
-        self.tracker = msgspec.json.decode(tracker, type=TrackerState)
+        self._tell(shares.Load(str(folder)))
+        self.tracker = engine_state.restore(self._engine, folder)
 
     def save_pretrained(self, folder: Path) -> None:
-        """The model and its tokenizer as a Hugging Face folder."""
-        self._engine.module.model.save_pretrained(folder)
-        for pattern in _TOKENIZER_FILES:
-            for file in self._path.glob(pattern):
-                shutil.copy(file, folder)
+        """The model and its tokenizer as a Hugging Face folder, by rank 0."""
+        self._tell(shares.Pretrained(str(folder)))
+        whole = {}
+        for name, parameter in self.named_parameters():
+            with zero.gathered([parameter]):
+                if self._world.rank == 0:
+                    whole[name] = parameter.detach().cpu().clone()
+        if self._world.rank == 0:
+            self._engine.module.model.save_pretrained(folder, state_dict=whole)
+            for pattern in _TOKENIZER_FILES:
+                for file in self._path.glob(pattern):
+                    shutil.copy(file, folder)
 
     # ------------------------------------------------------------------------------- environment
     def environment(self) -> dict[str, str]:
@@ -340,63 +407,8 @@ class TrainingEngine:
     def close(self) -> None:
         """Ends the engine and its process group; safe to call twice."""
         if self._engine is not None:
+            self._tell(shares.Close())
             self._engine.destroy()
             self._engine = self._initial = None
             if dist.is_initialized():
                 deepspeed.comm.destroy_process_group()
-
-
-class _IntoMemory(CheckpointEngine):  # type: ignore[misc]
-    """Takes what DeepSpeed would write to files."""
-
-    def __init__(self, captured: StateCopy) -> None:
-        super().__init__()
-        self._captured = captured
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        return None
-
-    def create(self, info: object) -> None:
-        return None
-
-    def save(self, state_dict: object, path: str) -> None:
-        self._captured.add(path, state_dict)
-
-    def load(self, path: str, map_location: object = None) -> None:
-        raise NotImplementedError
-
-    def commit(self, info: object) -> bool:
-        return True
-
-
-def _check_settings(trainer: configuration.Trainer) -> None:
-    for key in ("num_ranks", "zero_stage"):
-        if (number := getattr(trainer, key)) != 1:
-            raise configuration.ConfigError(f"trainer.{key}: only 1 is supported, got {number}")
-    if trainer.num_gpus > 1:
-        raise configuration.ConfigError(
-            f"trainer.num_gpus: a rank trains on one GPU, got {trainer.num_gpus:g}"
-        )
-
-
-def _deepspeed_config(trainer: configuration.Trainer, dtype: str) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        # step() ends an accumulation of any number of backward() calls.
-        "managed_gradient_accumulation": False,
-        "gradient_clipping": trainer.max_grad_norm,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": trainer.learning_rate,
-                "weight_decay": trainer.weight_decay,
-                # torch's fused kernel: DeepSpeed's own would be compiled at the first start.
-                "torch_adam": True,
-                "fused": True,
-            },
-        },
-        "zero_optimization": {"stage": trainer.zero_stage},
-        "bf16": {"enabled": dtype == "bfloat16", "check_grad_overflow": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "steps_per_print": None,
-    }

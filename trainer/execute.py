@@ -14,12 +14,14 @@ import numpy as np
 
 from connectors.algorithms import MOST_REWARD, estimator, needs_behaviour
 from connectors.config import Config, Overlong, Trainer
-from connectors.records import Group, Manifest, Trajectory
+from connectors.records import Coordinate, Group, Manifest, Trajectory
 from operators.tracker import TrackerState
-from trainer import batches, credit, values
+from trainer import batches, credit, packing, values
 from trainer.ages import Ages
 from trainer.engine import TrainingEngine
 from trainer.overdue import Weights, counts
+from trainer.packing import Assignment
+from trainer.shares import Origin
 
 SETTINGS: Final = (
     "advantage", "advantage_parameters", "credit", "discount", "filter_groups", "overlong",
@@ -41,6 +43,7 @@ class Execution:
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]
     skipped: str | None
     metrics: Mapping[str, float]
     master_changed: bool
@@ -85,31 +88,42 @@ def execute(
     trainer: Trainer,
     seed: int,
     *,
-    micro_batches: Sequence[Sequence[int]] | None = None,
+    records: Sequence[Coordinate] = (),
+    assignment: Assignment | None = None,
     ages: Ages | None = None,
     weights: Weights | None = None,
 ) -> Execution:
-    """Trains one step on `groups`, in order, as `trainer` says. `micro_batches`: a manifest's, to
-    execute it again; None cuts them by `trainer.max_tokens_per_microbatch`. `ages`: of the groups'
+    """Trains one step on `groups`, in order, as `trainer` says. `records`: of the groups, where
+    other ranks read theirs. `assignment`: a manifest's, to execute it again; None packs the rows by
+    the engine's budget. `ages`: of the groups'
     versions, read by `loglinear` and for the gap. `weights`: of tokens over age; each
     one's advantage is multiplied by its own, what has 0 is as if it were no token of the
     policy's. A step whose estimator takes no values forgets those of earlier ones: it moves the
     policy unseen."""
-    weights = weights or {}
-    rows = batches.flatten(groups, weights, ages=ages, needs_behaviour=_needs_behaviour(trainer))
+    weights, needed = weights or {}, _needs_behaviour(trainer)
+    rows = batches.flatten(groups, weights, ages=ages, needs_behaviour=needed)
     rows = replace(rows, samples=credit.samples_of(groups))
     too_few = credit.too_few(groups, rows, trainer)
     if too_few is not None:  # so that the engine trains none of it
         rows = replace(rows, masks=tuple(np.zeros_like(mask) for mask in rows.masks))
-    if micro_batches is None:
-        micro_batches = batches.assign(
-            rows, trainer.max_tokens_per_microbatch, trainer.num_minibatches
+    if assignment is None:
+        assignment = packing.assign(
+            rows, engine.max_tokens, trainer.num_minibatches, engine.num_shares
         )
     tracker, before = values.tracker_of(trainer), engine.tracker
     baselines = None if tracker is None else values.values(tracker, before, groups)
     advantages = credit.advantages(groups, rows, trainer, weights=weights, values=baselines)
     drifts = tracker is not None
-    result = engine.step(rows, micro_batches, advantages, seed, trainer, measure_drift=drifts)
+    result = engine.step(
+        rows,
+        assignment.micro_batches,
+        advantages,
+        seed,
+        trainer,
+        ranks=assignment.ranks,
+        origin=Origin(records=records, ages=ages or {}, weights=weights, needs_behaviour=needed),
+        measure_drift=drifts,
+    )
     metrics = {**result.metrics, **counts(groups, weights)}
     if tracker is None:
         engine.tracker = TrackerState()
@@ -118,7 +132,8 @@ def execute(
         metrics |= values.metrics(tracker, before, engine.tracker, groups)
     seconds = {f"seconds/{name}": value for name, value in result.seconds.items()}
     return Execution(
-        micro_batches=tuple(tuple(batch) for batch in micro_batches),
+        micro_batches=assignment.micro_batches,
+        ranks=assignment.ranks if engine.num_shares > 1 else (),
         skipped=too_few or result.skipped,
         metrics={**metrics, **seconds},
         master_changed=result.master_changed,
@@ -134,9 +149,12 @@ def _needs_behaviour(trainer: Trainer) -> str | None:
     )
 
 
-def untrainable(group: Group, trainer: Trainer, vocabulary_size: int) -> str | None:
+def untrainable(
+    group: Group, trainer: Trainer, vocabulary_size: int, max_tokens: int | None = None
+) -> str | None:
     """Why `group` cannot be trained, or None: what the feed asks of each group before it may enter
-    a step, so that a bad record closes its group instead of stopping the trainer."""
+    a step, so that a bad record closes its group instead of stopping the trainer. `max_tokens`: of
+    a micro-batch."""
     if not group.trajectories:
         return "it has no trajectories"
     try:
@@ -147,6 +165,11 @@ def untrainable(group: Group, trainer: Trainer, vocabulary_size: int) -> str | N
     for trajectory in group.trajectories:
         if (why := _malformed(trajectory, group, vocabulary_size)) is not None:
             return f"{trajectory.trajectory_id}{why}"
+        if max_tokens is not None and len(trajectory.tokens) > max_tokens:
+            return (
+                f"{trajectory.trajectory_id}: it has {len(trajectory.tokens)} tokens, a "
+                f"micro-batch takes {max_tokens} (trainer.max_tokens_per_microbatch)"
+            )
         k, reward = credit.sample_of(trajectory), trajectory.reward
         if samples.setdefault(k, reward) != reward:
             return f"branches of {trajectory.trajectory_id} differ in reward"

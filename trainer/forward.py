@@ -7,32 +7,31 @@ log-probs are known only where `recompute` took them before. What is measured of
 those tokens alone. A shadow has none: the policy that sampled its tokens is another one's, whatever
 its number.
 
-Legend: B sequences, T positions.
+A micro-batch without rows is run all the same, on two tokens that no loss counts: every rank takes
+part in what its engine does with all of them.
+
+Legend: N trained tokens of a micro-batch, B its rows.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from connectors.config import Trainer
-from trainer import aggregation
-from trainer.batches import MicroBatch, Rows, collate, minibatch_of
 from trainer.corrections import k3, proximal
 from trainer.losses import policy_loss
+from trainer.packing import Pack, empty_pack, pack
+from trainer.shares import Share
 from trainer.step_metrics import Tally
 
 Policy = Callable[..., tuple[Tensor, Tensor]]
-"""`PolicyModel`, or what wraps it: (tokens, positions, mask, entropy gradient) -> (log-probs,
-entropies)."""
+"""`PolicyModel`, or what wraps it: (pack, entropy gradient) -> (log-probs [N], entropies [N])."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,74 +40,85 @@ class Forwards:
 
     current    carries the gradient
     frozen     the same policy, for passes without one
-    reference  what the KL of the loss is to; None: the loss has none
+    reference  what the KL of the loss is to, None: the loss has none; within `as_reference`
     tally      gets sums and seconds
     """
 
     current: Policy
     frozen: Policy
     reference: Policy | None
-    rows: Rows
-    advantages: Sequence[NDArray[np.floating[Any]]]
+    share: Share
     settings: Trainer
     device: torch.device
     tally: Tally
-    weights_N: NDArray[np.float64] = field(init=False)
-    _start_BT: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.weights_N = row_weights(self.rows, self.settings)
+    as_reference: Callable[[], AbstractContextManager[object]] = nullcontext
+    _start_N: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def recompute(self, micro_batches: Sequence[Sequence[int]]) -> None:
         """The log-probs of these by the policy as it is now."""
         with self._timed():
             for indices in micro_batches:
-                self._start_BT[tuple(indices)] = _logprobs(self.frozen, self._batch(indices))
+                self._start_N[tuple(indices)] = _logprobs(self.frozen, self._pack(indices))
 
     def loss(self, indices: Sequence[int], *, at_start: bool) -> Tensor:
         """Of one micro-batch, within its mini-batch's. `at_start`: nothing has stepped yet."""
         with self._timed():
-            batch = self._batch(indices)
-            logprobs_BT, entropy_BT = self.current(
-                *_inputs(batch), self.settings.entropy_coefficient > 0
-            )
+            packed = self._pack(indices)
+            logprobs_N, entropy_N = self.current(packed, self.settings.entropy_coefficient > 0)
             if at_start:
-                self._start_BT[tuple(indices)] = logprobs_BT.detach()
-            start_BT = self._start_BT.get(tuple(indices))
-            found, metrics = self._policy_loss(batch, logprobs_BT, start_BT, entropy_BT)
+                self._start_N[tuple(indices)] = logprobs_N.detach()
+            start_N = self._start_N.get(tuple(indices))
+            reference_N = self._reference(packed)
+            if not indices:
+                return 0.0 * (logprobs_N.sum() + entropy_N.sum())
+            found, metrics = self._policy_loss(packed, logprobs_N, start_N, entropy_N, reference_N)
             gap_N = None
-            if start_BT is not None and self.settings.source is None:
-                gap_N = (start_BT - batch.behaviour_logprobs_BT)[batch.mask_BT]
-            self.tally.add(metrics, gap_N, batch.ages_BT[batch.mask_BT])
+            if start_N is not None and self.settings.source is None:
+                gap_N = start_N - packed.behaviour_logprobs_N
+            self.tally.add(metrics, gap_N, packed.ages_N)
         return found
 
-    def drift(self, indices: Sequence[int]) -> float:
-        """KL(policy at the step's start || policy now) a trained token of a micro-batch whose loss
-        was taken at the start (k3)."""
+    def drift(self, indices: Sequence[int]) -> tuple[float, int]:
+        """KL(policy at the step's start || policy now) over the trained tokens of a micro-batch
+        whose loss was taken at the start, summed (k3), and how many they are."""
         with self._timed():
-            batch = self._batch(indices)
-            moved_BT = _logprobs(self.frozen, batch) - self._start_BT[tuple(indices)]
-            return float(k3(moved_BT)[batch.mask_BT].mean(dtype=torch.float64))
+            packed = self._pack(indices)
+            moved_N = _logprobs(self.frozen, packed) - self._start_N[tuple(indices)]
+            if not indices:
+                return 0.0, 0
+            return float(k3(moved_N).sum(dtype=torch.float64)), len(moved_N)
+
+    def _reference(self, packed: Pack) -> Tensor | None:
+        if self.reference is None:
+            return None
+        with self.as_reference():
+            return _logprobs(self.reference, packed)
 
     def _policy_loss(
-        self, batch: MicroBatch, logprobs_BT: Tensor, start_BT: Tensor | None, entropy_BT: Tensor
+        self,
+        packed: Pack,
+        logprobs_N: Tensor,
+        start_N: Tensor | None,
+        entropy_N: Tensor,
+        reference_N: Tensor | None,
     ) -> tuple[Tensor, dict[str, float]]:
         settings = self.settings
         found: Tensor
         found, metrics = policy_loss(
             settings.loss,
-            logprobs_BT,
+            logprobs_N,
             proximal(
                 settings.proximal,
-                logprobs_BT,
-                batch.behaviour_logprobs_BT,
-                recomputed=start_BT,
-                ages=batch.ages_BT,
+                logprobs_N,
+                packed.behaviour_logprobs_N,
+                recomputed=start_N,
+                ages=packed.ages_N,
             ),
-            batch.behaviour_logprobs_BT,
-            batch.advantages_BT,
-            batch.mask_BT,
-            row_weights=self.weights_N[list(batch.indices)],
+            packed.behaviour_logprobs_N,
+            packed.advantages_N,
+            None,
+            rows=packed.row_N,
+            row_weights=self.share.weights_N[list(packed.indices)],
             correction=settings.correction,
             correction_level=settings.correction_level,
             correction_low=settings.correction_low,
@@ -117,17 +127,19 @@ class Forwards:
             rejection_level=settings.rejection_level,
             rejection_low=settings.rejection_low,
             rejection_high=settings.rejection_high,
-            reference_logprobs=self.reference and _logprobs(self.reference, batch),
+            reference_logprobs=reference_N,
             kl=settings.kl,
             kl_coefficient=settings.kl_coefficient,
-            entropy=entropy_BT,
+            entropy=entropy_N,
             entropy_coefficient=settings.entropy_coefficient,
             **settings.loss_parameters,
         )
         return found, metrics
 
-    def _batch(self, indices: Sequence[int]) -> MicroBatch:
-        return collate(self.rows, indices, self.advantages).to(self.device)
+    def _pack(self, indices: Sequence[int]) -> Pack:
+        if not indices:
+            return empty_pack().to(self.device)
+        return pack(self.share.rows, indices, self.share.advantages).to(self.device)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -136,29 +148,7 @@ class Forwards:
         self.tally.seconds["logprobs"] += time.perf_counter() - started
 
 
-def row_weights(rows: Rows, settings: Trainer) -> NDArray[np.float64]:
-    """[N], of each row in the loss of its own mini-batch; 0 for rows that no loss takes."""
-    parts_N = minibatch_of(rows, settings.num_minibatches)
-    found = np.zeros(len(rows))
-    for part in np.unique(parts_N):
-        at = np.flatnonzero(parts_N == part)
-        masks = [rows.masks[i] for i in at]
-        if any(mask.any() for mask in masks):
-            found[at] = aggregation.row_weights(
-                masks,
-                settings.aggregation,
-                groups=rows.groups[at],
-                samples=None if rows.samples is None else rows.samples[at],
-                constant=settings.aggregation_constant,
-            )
-    return found
-
-
-def _inputs(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-    return batch.tokens_BT, batch.position_ids_BT, batch.mask_BT
-
-
 @torch.no_grad()
-def _logprobs(policy: Policy, batch: MicroBatch) -> Tensor:
-    logprobs_BT, _ = policy(*_inputs(batch))
-    return logprobs_BT
+def _logprobs(policy: Policy, packed: Pack) -> Tensor:
+    logprobs_N, _ = policy(packed)
+    return logprobs_N

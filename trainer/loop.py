@@ -86,7 +86,9 @@ def train(config: Config, run_dir: RunDir, stop: threading.Event | None = None) 
             epoch=recovered.epoch,
             batch_size=config.trainer.groups_per_step,
             group_size=max_group_size(config),
-            untrainable=lambda group: untrainable(group, config.trainer, engine.vocabulary_size),
+            untrainable=lambda group: untrainable(
+                group, config.trainer, engine.vocabulary_size, engine.max_tokens
+            ),
             no_signal=lambda group: no_signal(group, config.trainer),
             engines=lambda: run_dir.engine_urls(config),
             stalled=lambda text: stall.keep(run_dir, text),
@@ -226,6 +228,7 @@ class Loop:
             taken.groups,
             config.trainer,
             seed,
+            records=taken.records,
             ages=taken.ages,
             weights=taken.weights,
         )
@@ -240,6 +243,7 @@ class Loop:
             version=version,
             records=taken.records,
             micro_batches=done.micro_batches,
+            ranks=done.ranks,
             seed=seed,
             digest_before=self._digest,
             digest=snapshot.digest,

@@ -12,7 +12,7 @@ Legend: P computed tokens, E tokens of all rows, R rows, N trained tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any, Final
 
@@ -215,12 +215,12 @@ class Pack:
 
     def to(self, device: torch.device | str) -> Pack:
         """The same there."""
-        moved = {
-            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name in self.__slots__
-            for value in [getattr(self, name)]
+        tensors = {
+            field.name: getattr(self, field.name).to(device)
+            for field in fields(self)
+            if isinstance(getattr(self, field.name), Tensor)
         }
-        return Pack(**moved)
+        return replace(self, **tensors)
 
 
 def pack(rows: Rows, indices: Sequence[int], advantages: Sequence[NDArray[np.floating]]) -> Pack:

@@ -1,4 +1,5 @@
-"""The ground the training engine stands on: a world of one process, deterministic and quiet.
+"""The ground the training engine stands on: a world of one process or several, deterministic and
+quiet.
 
 To be imported before anything that starts CUDA or imports deepspeed: both read their environment
 then.
@@ -12,6 +13,9 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
 
 os.environ.setdefault(
     "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
@@ -25,7 +29,30 @@ if not torch.cuda.is_available():
 import deepspeed
 import torch.distributed as dist
 from deepspeed.ops import __compatible_ops__
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store
+
+COLLECTIVE_S: Final = 1800.0
+"""How long a rank waits for the others within a step; a rank that died is noticed at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """One process's place among those that train together. `store`: where they meet; None for a
+    process alone."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    local_rank: int = 0
+    store: Store | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Its own."""
+        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else CPU
+
+
+ALONE: Final = World()
+CPU: Final = torch.device("cpu")
 
 
 def be_deterministic() -> None:
@@ -33,21 +60,44 @@ def be_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def start_process_group() -> None:
-    """A world of this process alone, over a store in memory: no port to find free, none left open.
-    DeepSpeed finds the group and takes it; it still reads the launcher's variables."""
+def start_process_group(world: World = ALONE) -> None:
+    """Over the world's store, or one in memory: no port to find free, none left open. DeepSpeed
+    finds the group and takes it; it still reads the launcher's variables."""
     os.environ.update(
-        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        {
+            "RANK": str(world.rank),
+            "LOCAL_RANK": str(world.local_rank),
+            "WORLD_SIZE": str(world.num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+        }
     )
     os.environ.setdefault("MASTER_PORT", "29500")  # never opened
     # DeepSpeed would compile its shared-memory collectives for the CPU (40 s, and a compiler is
     # needed).
     __compatible_ops__["deepspeed_shm_comm"] = False
+    if torch.cuda.is_available():
+        torch.cuda.set_device(world.local_rank)
     if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo",
+            store=world.store or HashStore(),
+            rank=world.rank,
+            world_size=world.num_ranks,
+            timeout=timedelta(seconds=COLLECTIVE_S),
+        )
     with quiet_deepspeed():
         deepspeed.init_distributed()
+
+
+def sequence_group(world: World, size: int) -> dist.ProcessGroup | None:
+    """The ranks that share each sequence with this one, `size` neighbours; None for one alone. All
+    ranks call it."""
+    if size == 1:
+        return None
+    firsts = range(0, world.num_ranks, size)
+    groups = [dist.new_group(list(range(first, first + size))) for first in firsts]
+    mine: dist.ProcessGroup = groups[world.rank // size]
+    return mine
 
 
 @contextlib.contextmanager

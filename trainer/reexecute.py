@@ -16,6 +16,7 @@ from trainer.ages import recorded_ages
 from trainer.engine import TrainingEngine
 from trainer.execute import Execution, execute, recorded
 from trainer.overdue import weights_of
+from trainer.packing import Assignment
 
 OnOther = Callable[[int, Coordinate, int], None]
 """Hears of a record that is not the one that was trained: the step, what was, its checksum now."""
@@ -62,7 +63,8 @@ def reexecute(
                 groups,
                 trainer,
                 manifest.seed,
-                micro_batches=manifest.micro_batches,
+                records=manifest.records,
+                assignment=assigned(manifest, engine.num_shares),
                 ages=recorded_ages(manifest.settings),
                 weights=weights_of(manifest.settings),
             )
@@ -77,6 +79,15 @@ def reexecute(
                 if not to_come and not (elsewhere and foreign):
                     raise away
             yield manifest, done
+
+
+def assigned(manifest: Manifest, num_shares: int) -> Assignment | None:
+    """Its micro-batches and their ranks; None where there are not so many ranks: then they are cut
+    anew, which gives other bits."""
+    ranks = manifest.ranks or (0,) * len(manifest.micro_batches)
+    if max(ranks, default=0) >= num_shares:
+        return None
+    return Assignment(micro_batches=manifest.micro_batches, ranks=ranks)
 
 
 def _differs(manifest: Manifest, digest: str, now: Mapping[str, Any]) -> ReexecutionDiffers:

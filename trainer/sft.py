@@ -24,9 +24,10 @@ from connectors.config import ConfigError, Model, Trainer
 from connectors.text import Text
 from connectors.transcript_tokens import Ids, Mask, tokenise
 from connectors.transcripts import BadTranscript, Format, read_transcripts
-from trainer.batches import Rows, assign
+from trainer.batches import Rows
 from trainer.engine import TrainingEngine
 from trainer.export import check_target, write_model
+from trainer.packing import assign
 from trainer.schedule import rate
 
 MAX_TOKENS: Final = 2048
@@ -173,17 +174,16 @@ def fine_tune(
                 f"{engine.vocabulary_size}"
             )
         batches = list(_batches(len(lessons), recipe))
+        budget = max(engine.max_tokens, *map(len, lessons.tokens))
         steps: list[Step] = []
         for number, chosen in enumerate(batches, 1):
             rows = lessons.rows(chosen)
             result = engine.step(
                 rows,
-                assign(rows, settings.max_tokens_per_microbatch),
+                assign(rows, budget).micro_batches,
                 [mask.astype(np.float64) for mask in rows.masks],
                 recipe.seed + number,
-                settings.model_copy(
-                    update={"learning_rate": recipe.rate_of(number, len(batches))}
-                ),
+                settings.model_copy(update={"learning_rate": recipe.rate_of(number, len(batches))}),
             )
             loss = None if result.skipped else result.metrics["loss"]
             done = Step(number, len(batches), rows.num_trained, loss)

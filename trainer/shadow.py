@@ -100,7 +100,9 @@ def shadow(
             source,
             recovered,
             batch_size=config.trainer.groups_per_step,
-            untrainable=lambda group: untrainable(group, config.trainer, engine.vocabulary_size),
+            untrainable=lambda group: untrainable(
+                group, config.trainer, engine.vocabulary_size, engine.max_tokens
+            ),
             no_signal=lambda group: no_signal(group, config.trainer),
             at_end=None if follow else stop.set,
         )

@@ -1,4 +1,5 @@
-"""The numbers a step reports: sums over its micro-batches, and what its rows say by themselves.
+"""The numbers a step reports: sums over its micro-batches, of all ranks, and what its rows say by
+themselves.
 
 Legend: N trained tokens of one micro-batch.
 """
@@ -6,7 +7,7 @@ Legend: N trained tokens of one micro-batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.batches import Rows
+
+
+class Part(NamedTuple):
+    """Of one rank: sums over trained tokens, and what it says of each."""
+
+    sums: Mapping[str, float]
+    gaps: Sequence[Tensor]
+    ages: Sequence[Tensor]
 
 
 class Tally:
@@ -44,6 +53,19 @@ class Tally:
         if gap_N is not None and age_N is not None:
             self._gaps.append(gap_N.float().cpu())
             self._ages.append(age_N.cpu())
+
+    def part(self) -> Part:
+        """What this rank's micro-batches add to the step's sums."""
+        return Part(self._sums, self._gaps, self._ages)
+
+    def merge(self, parts: Sequence[Part]) -> None:
+        """Of all ranks, this one's among them."""
+        self._sums, self._gaps, self._ages = {}, [], []
+        for part in parts:
+            for name, value in part.sums.items():
+                self._sums[name] = self._sums.get(name, 0.0) + value
+            self._gaps += part.gaps
+            self._ages += part.ages
 
     def minibatch(self, loss: float, grad_norm: float | None) -> None:
         """All of one mini-batch; no norm: the optimizer did not step on it."""

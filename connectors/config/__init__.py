@@ -204,6 +204,12 @@ class Config(Section):
                 raise ValueError(f"{key}: only {only!r} is available yet, got {value!r}")
         if (problem := self.trainer.problem()) is not None:
             raise ValueError(f"trainer.{problem}")
+        budget, longest = self.trainer.max_tokens_per_microbatch, self.model.context_tokens
+        if budget != "auto" and budget < longest:
+            raise ValueError(
+                f"trainer.max_tokens_per_microbatch: a trajectory may have {longest} tokens "
+                f"(model.context_tokens), so it must be at least that, got {budget}"
+            )
         chosen = estimator(self.trainer.advantage, self.trainer.advantage_parameters)
         for name, task in self.tasks.items():
             if chosen.needs_group and task.group_size < 2:
@@ -236,8 +242,6 @@ class Config(Section):
             "rollout.inflight": ("keep", self.rollout.inflight),
             "rollout.slice_tokens": (256, self.rollout.slice_tokens),
             "rollout.oversample": (0, self.rollout.oversample),
-            "trainer.num_ranks": (1, self.trainer.num_ranks),
-            "trainer.zero_stage": (1, self.trainer.zero_stage),
         }
 
 

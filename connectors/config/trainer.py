@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -21,6 +21,8 @@ from connectors.algorithms import (
     policy_loss,
 )
 from connectors.config.section import MOST_STEPS, MOST_TOKENS, YEAR_S, Section
+
+MOST_PACKED: Final = 10 * MOST_TOKENS
 
 
 class Source(Section):
@@ -59,11 +61,30 @@ class Overlong(Section):
 
 
 class Trainer(Section):
-    num_ranks: int = Field(1, ge=1)
-    num_gpus: float = Field(0, ge=0, le=1024)
+    num_ranks: int = Field(1, ge=1, le=65_536)
+    """Processes that train together, each with its share of a step's rows."""
+    num_gpus: float = Field(0, ge=0, le=65_536)
+    """0, or one for each rank."""
     zero_stage: Literal[0, 1, 2, 3] = 1
+    """What a rank keeps a part of instead of all of it: 1 optimizer state, 2 gradients too, 3
+    parameters too."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What lies in the host's memory instead of the GPU's: optimizer state (from stage 1 on), or
+    parameters too (stage 3)."""
+    sequence_parallel: int = Field(1, ge=1, le=65_536)
+    """Ranks that share each sequence (DeepSpeed Ulysses), for rows too long for one."""
+    gradient_checkpointing: bool = False
+    """Keep one hidden state a layer and compute the rest again for the backward pass: less memory,
+    about a third more time."""
     groups_per_step: int = Field(8, ge=1, le=1_000_000)
     learning_rate: float = Field(1e-6, ge=0)
+    """The highest one."""
+    learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """From the end of the warm-up to `num_steps`."""
+    warmup_steps: int = Field(0, ge=0, le=MOST_STEPS)
+    """Over which the learning rate rises from 0."""
+    min_learning_rate_ratio: float = Field(0.0, ge=0, le=1)
+    """Where the schedule ends, as a share of the learning rate."""
     num_steps: int = Field(100, ge=1, le=MOST_STEPS)
     advantage: Advantage = "grpo"
     advantage_parameters: dict[str, Any] = Field({})
@@ -117,7 +138,9 @@ class Trainer(Section):
     which a step is an alert."""
     max_grad_norm: float = Field(1.0, gt=0)
     weight_decay: float = Field(0.0, ge=0)
-    max_tokens_per_microbatch: int = Field(8192, ge=1, le=10 * MOST_TOKENS)
+    max_tokens_per_microbatch: Literal["auto"] | Annotated[int, Field(ge=1, le=MOST_PACKED)] = 8192
+    """Tokens of one forward pass, a shared prompt counted once; at least `model.context_tokens`.
+    "auto": what fits, measured at the start."""
     num_threads: int = Field(1, ge=1, le=1024)
     """CPU threads of the trainer; bits depend on it, so it is recorded in every manifest."""
     source: Source | None = None
@@ -127,8 +150,8 @@ class Trainer(Section):
     over gloo or NCCL; `auto`: memory where it can be shared, the group elsewhere."""
 
     def problem(self) -> str | None:
-        """What does not go together in the mathematics, by key."""
-        if (problem := self._credit_problem()) is not None:
+        """What does not go together, by key."""
+        if (problem := self._ranks_problem() or self._credit_problem()) is not None:
             return problem
         try:
             loss = policy_loss(self.loss, self.loss_parameters)
@@ -155,6 +178,23 @@ class Trainer(Section):
                 return f"{low}: must be at most {high} ({getattr(self, high)}), got " + str(
                     getattr(self, low)
                 )
+        return None
+
+    def _ranks_problem(self) -> str | None:
+        ranks, stage = self.num_ranks, self.zero_stage
+        if self.num_gpus not in (0, ranks):
+            return f"num_gpus: one rank trains on one GPU, so 0 or {ranks}, got {self.num_gpus:g}"
+        if ranks % self.sequence_parallel:
+            return (
+                f"sequence_parallel: must divide num_ranks ({ranks}), got {self.sequence_parallel}"
+            )
+        least = {"none": 0, "optimizer": 1, "all": 3}[self.offload]
+        if stage < least:
+            return f"offload: {self.offload!r} needs zero_stage of at least {least}, got {stage}"
+        if self.warmup_steps and self.warmup_steps >= self.num_steps:
+            return f"warmup_steps: must be below num_steps ({self.num_steps}), got " + str(
+                self.warmup_steps
+            )
         return None
 
     def _credit_problem(self) -> str | None:

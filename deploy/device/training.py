@@ -12,7 +12,8 @@ import torch
 from connectors import weights
 from connectors.config import Model, Trainer
 from deploy.device.parts import SHAPES, Figures, random_model, require, timed
-from trainer.batches import Rows, assign
+from trainer.batches import Rows
+from trainer.packing import assign
 from trainer.engine import TrainingEngine
 
 NUM_STEPS = 3
@@ -63,7 +64,7 @@ def _train(engine: TrainingEngine, shape: str, seed: int) -> None:
     rows = _rows(shape, seed)
     signs = np.where(rows.rewards > 0.5, 1.0, -1.0)
     advantages = [np.full(len(t), sign) for t, sign in zip(rows.tokens, signs, strict=True)]
-    done = engine.step(rows, assign(rows, 2048), advantages, seed)
+    done = engine.step(rows, assign(rows, 2048).micro_batches, advantages, seed)
     require(done.skipped is None, f"a step was skipped: {done.skipped}")
     require(done.master_changed, "the optimizer changed nothing")
     require("loss" in done.metrics, "the loss is not finite")

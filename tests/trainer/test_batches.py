@@ -1,4 +1,4 @@
-"""From groups to micro-batches: coverage, budget, determinism, and masks by version."""
+"""From groups to rows: their order, masks by version, and which mini-batch each is of."""
 
 from __future__ import annotations
 
@@ -7,22 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from connectors.records import Group, Origin, Prompt, Segment, Trajectory, Version
 from trainer.ages import UNKNOWN
-from trainer.batches import (
-    BadTrajectory,
-    Rows,
-    assign,
-    check_assignment,
-    collate,
-    cut,
-    flatten,
-    minibatch_of,
-)
+from trainer.batches import BadTrajectory, flatten, minibatch_of
 
 
 def trajectory(
@@ -56,11 +44,6 @@ def group(name: str, *masks: Sequence[int]) -> Group:
             trajectory(f"{name}/{k}", mask, reward=float(k)) for k, mask in enumerate(masks)
         ),
     )
-
-
-def rows_of(lengths: Sequence[int], untrained: Sequence[int] = ()) -> Rows:
-    masks = [[0] * n if i in untrained else [0] + [1] * (n - 1) for i, n in enumerate(lengths)]
-    return flatten([group("g", *masks)])
 
 
 def test_rows_stand_in_the_order_of_groups_and_trajectories() -> None:
@@ -142,46 +125,21 @@ def test_each_token_has_the_age_of_its_version() -> None:
         ),
     )
     rows = flatten([found], ages={Version(0, 5): 3, Version(0, 7): -1})
-    batch = collate(rows, (0, 1), [np.zeros(4), np.zeros(2)])
-    assert batch.ages_BT.tolist() == [[UNKNOWN, 3, 3, -1], [UNKNOWN] * 4]
-    unknown = collate(flatten([found]), (0,), [np.zeros(4)])
-    assert unknown.ages_BT.tolist() == [[UNKNOWN] * 4]
+    assert rows.ages is not None
+    assert [ages.tolist() for ages in rows.ages] == [[UNKNOWN, 3, 3, -1], [UNKNOWN] * 2]
+    unknown = flatten([found]).ages
+    assert unknown is not None
+    assert unknown[0].tolist() == [UNKNOWN] * 4
 
 
-def test_a_budget_by_hand() -> None:
-    # Longest first: 9 | 6 + 6 = 12 | 6 then 4 padded to 6 = 12 | 3
-    assert assign(rows_of([6, 4, 9, 6, 3, 6]), 12) == ((2,), (0, 3), (5, 1), (4,))
-
-
-def test_a_row_longer_than_the_budget_gets_a_micro_batch_of_its_own() -> None:
-    assert assign(rows_of([2, 100, 2, 50]), 10) == ((1,), (3,), (0, 2))
-
-
-@given(
-    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40),
-    budget=st.integers(1, 200),
-    data=st.data(),
-)
-def test_every_trained_row_is_in_one_micro_batch_within_the_budget(
-    lengths: list[int], budget: int, data: st.DataObject
-) -> None:
-    untrained = data.draw(st.sets(st.integers(0, len(lengths) - 1)))
-    rows = rows_of(lengths, sorted(untrained))
-    batches = assign(rows, budget)
-    check_assignment(rows, batches)
-    assert not {i for batch in batches for i in batch} & untrained
-    for batch in batches:
-        width = max(lengths[i] for i in batch)
-        assert len(batch) == 1 or len(batch) * width <= budget
-    assert assign(rows, budget) == batches
-
-
-@pytest.mark.parametrize("wrong", [((0, 1),), ((0, 1), (2, 2)), ((0, 1, 2, 3),), ((0, 1, 4), (2,))])
-def test_an_assignment_that_does_not_cover_the_rows_once_is_refused(
-    wrong: tuple[tuple[int, ...], ...],
-) -> None:
-    with pytest.raises(ValueError, match="do not cover the 3 trained rows once"):
-        check_assignment(rows_of([3, 3, 3, 3], untrained=[3]), wrong)
+def test_some_of_the_rows_keep_their_groups() -> None:
+    rows = flatten([group("a", [0, 1], [0, 0, 1]), group("b", [0, 1, 1])])
+    some = rows.chosen((2, 0))
+    assert some.ids == ("b/0", "a/0")
+    assert some.groups.tolist() == [1, 0]
+    assert some.rewards.tolist() == [0, 0]
+    assert [m.tolist() for m in some.masks] == [[False, True, True], [False, True]]
+    assert len(rows.chosen(())) == 0
 
 
 def test_a_step_s_groups_are_cut_into_mini_batches_in_order_by_hand() -> None:
@@ -192,62 +150,3 @@ def test_a_step_s_groups_are_cut_into_mini_batches_in_order_by_hand() -> None:
     for num, expected in parts.items():
         assert minibatch_of(rows, num)[::2].tolist() == expected
         assert minibatch_of(rows, num)[1::2].tolist() == expected
-    assert assign(rows, 100, 2) == ((1, 3, 5, 0, 2, 4), (7, 9, 6, 8))
-    assert cut(rows, ((1, 3), (5, 0, 2, 4), (7, 9, 6, 8)), 2) == [
-        [(1, 3), (5, 0, 2, 4)], [(7, 9, 6, 8)],
-    ]  # fmt: skip
-
-
-@given(
-    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=12),
-    num_minibatches=st.integers(1, 14),
-    budget=st.integers(1, 60),
-    data=st.data(),
-)
-def test_no_micro_batch_is_of_two_mini_batches_and_theirs_follow_each_other(
-    sizes: list[int], num_minibatches: int, budget: int, data: st.DataObject
-) -> None:
-    masks = st.lists(st.sampled_from([0, 1]), min_size=1, max_size=9)
-    groups = [group(f"g{i}", *(data.draw(masks) for _ in range(n))) for i, n in enumerate(sizes)]
-    rows = flatten(groups)
-    batches, part = assign(rows, budget, num_minibatches), minibatch_of(rows, num_minibatches)
-    check_assignment(rows, batches, num_minibatches)
-    parts = cut(rows, batches, num_minibatches)
-    assert [batch for found in parts for batch in found] == list(batches)
-    of_parts = [sorted({int(part[i]) for batch in found for i in batch}) for found in parts]
-    assert all(len(numbers) == 1 for numbers in of_parts)
-    assert of_parts == sorted(of_parts)
-
-
-@pytest.mark.parametrize("wrong", [((0, 2), (1,), (3,)), ((2, 3), (0, 1)), ((0,), (2, 3), (1,))])
-def test_micro_batches_of_other_mini_batches_are_refused(
-    wrong: tuple[tuple[int, ...], ...],
-) -> None:
-    rows = flatten([group("a", [0, 1], [0, 1]), group("b", [0, 1], [0, 1])])
-    check_assignment(rows, wrong)
-    check_assignment(rows, ((1, 0), (2,), (3,)), 2)
-    with pytest.raises(ValueError, match="are not those of 2 mini-batches in order"):
-        check_assignment(rows, wrong, 2)
-
-
-def test_tensors_are_padded_on_the_right_and_hide_what_is_not_trained() -> None:
-    rows = flatten([group("a", [0, 1], [0, 0, 1, 1])])
-    advantages = [np.array([0, 3.0]), np.array([0, 0, -1.0, -1.0])]
-    batch = collate(rows, (1, 0), advantages)
-    assert batch.indices == (1, 0)
-    assert batch.tokens_BT.tolist() == [[10, 11, 12, 13], [10, 11, 0, 0]]
-    assert batch.position_ids_BT.tolist() == [[0, 1, 2, 3]] * 2
-    assert batch.mask_BT.tolist() == [[False, False, True, True], [False, True, False, False]]
-    assert batch.behaviour_logprobs_BT.tolist() == [[0, 0, -0.5, -0.5], [0, -0.5, 0, 0]]
-    assert batch.advantages_BT.tolist() == [[0, 0, -1, -1], [0, 3, 0, 0]]
-
-
-def test_the_same_records_and_indices_give_the_same_tensors() -> None:
-    groups = [group("a", [0, 1, 1], [0, 1]), group("b", [0, 0, 1, 1], [0, 1, 0])]
-    first, second = flatten(groups), flatten(groups)
-    advantages = [np.ones(len(t)) for t in first.tokens]
-    for indices in assign(first, 8):
-        one, two = collate(first, indices, advantages), collate(second, indices, advantages)
-        for name in ("tokens_BT", "position_ids_BT", "mask_BT", "behaviour_logprobs_BT",
-                     "advantages_BT"):  # fmt: skip
-            assert torch.equal(getattr(one, name), getattr(two, name))

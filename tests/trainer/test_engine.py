@@ -17,8 +17,8 @@ import torch.distributed as dist
 from connectors.config import ConfigError, Model, Trainer
 from operators.tracker import Belief, TrackerState
 from tests.models import tiny_model
-from tests.trainer.training import PlainLoop, advantages_of, open_engine, random_rows, train
-from trainer.batches import Rows, assign
+from tests.trainer.training import PlainLoop, advantages_of, cut, open_engine, random_rows, train
+from trainer.batches import Rows
 from trainer.checkpoint import CheckpointStore
 from trainer.engine import TrainingEngine
 
@@ -67,14 +67,14 @@ def test_losses_equal_a_plain_torch_loop(tmp_path: Path, tied: bool) -> None:
 def test_micro_batches_give_the_gradient_of_one_big_batch(model: Path) -> None:
     rows = random_rows(0)
     results = []
-    for budget in (100_000, 160, 1):
+    for budget in (100_000, 160, 40):
         engine = open_engine(model)
-        micro_batches = assign(rows, budget)
+        micro_batches = cut(rows, budget)
         metrics = engine.step(rows, micro_batches, advantages_of(rows), 0).metrics
         results.append((len(micro_batches), metrics["loss"], metrics["grad_norm"]))
         engine.close()
     assert results[0][0] == 1
-    assert 1 < results[1][0] < results[2][0] == len(rows)
+    assert 1 < results[1][0] < results[2][0]
     for _, loss, norm in results[1:]:
         assert loss == pytest.approx(results[0][1], rel=1e-5)
         assert norm == pytest.approx(results[0][2], rel=1e-5)
@@ -176,7 +176,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_is_as_if_it_had_
     else:
         rows = random_rows(1)
         huge = [np.clip(a * 3e38, -3e38, 3e38) for a in advantages_of(rows)]
-        result = engine.step(rows, assign(rows, 120), huge, 1)
+        result = engine.step(rows, cut(rows, 120), huge, 1)
     assert result.skipped == "nan_gradient"
     assert "grad_norm" not in result.metrics
     assert all(np.isfinite(value) for value in result.metrics.values())
@@ -196,7 +196,7 @@ def without_trained_tokens(rows: Rows) -> Rows:
 def test_a_step_without_a_trained_token_is_skipped(engine: TrainingEngine) -> None:
     rows = without_trained_tokens(random_rows(0))
     digest = engine.digest()
-    result = engine.step(rows, assign(rows, 100), advantages_of(rows), 0)
+    result = engine.step(rows, cut(rows, 100), advantages_of(rows), 0)
     assert result.skipped == "no_tokens"
     assert result.metrics["rows/untrained"] == len(rows)
     assert engine.digest() == digest
@@ -206,7 +206,7 @@ def test_the_drift_of_a_step_is_the_kl_of_the_policy_before_it_to_the_one_after(
     model: Path,
 ) -> None:
     rows, plain = random_rows(0), PlainLoop(model)
-    micro_batches = assign(rows, 120)
+    micro_batches = cut(rows, 120)
     before = plain.logprobs(rows, micro_batches[0])
     plain.step(rows, advantages_of(rows))
     log_ratio = plain.logprobs(rows, micro_batches[0]) - before
@@ -226,17 +226,17 @@ def test_the_drift_of_a_step_is_the_kl_of_the_policy_before_it_to_the_one_after(
 def test_a_step_that_changes_nothing_has_no_drift(engine: TrainingEngine) -> None:
     rows = random_rows(0)
     nan = [np.full(len(mask), 3e38) for mask in rows.masks]
-    done = engine.step(rows, assign(rows, 120), nan, 0, measure_drift=True)
+    done = engine.step(rows, cut(rows, 120), nan, 0, measure_drift=True)
     assert (done.skipped, done.drift) == ("nan_gradient", 0.0)
     rows = without_trained_tokens(rows)
-    done = engine.step(rows, assign(rows, 120), nan, 0, measure_drift=True)
+    done = engine.step(rows, cut(rows, 120), nan, 0, measure_drift=True)
     assert (done.skipped, done.drift) == ("no_tokens", 0.0)
 
 
 def test_micro_batches_of_other_rows_are_refused(engine: TrainingEngine) -> None:
     rows = random_rows(0)
     with pytest.raises(ValueError, match="do not cover"):
-        engine.step(rows, assign(rows, 100)[1:], advantages_of(rows), 0)
+        engine.step(rows, cut(rows, 100)[1:], advantages_of(rows), 0)
 
 
 def test_the_gap_is_measured_on_the_tokens_that_were_sampled(model: Path) -> None:
@@ -255,7 +255,7 @@ def test_the_gap_is_measured_on_the_tokens_that_were_sampled(model: Path) -> Non
     exact = Rows(ids=rows.ids, tokens=rows.tokens, masks=rows.masks, logprobs=tuple(logprobs),
                  rewards=rows.rewards, groups=rows.groups)  # fmt: skip
     engine = open_engine(model)
-    metrics = engine.step(exact, assign(exact, 120), advantages_of(exact), 0).metrics
+    metrics = engine.step(exact, cut(exact, 120), advantages_of(exact), 0).metrics
     engine.close()
     assert metrics["gap/max"] == pytest.approx(0.25, abs=1e-4)
     assert metrics["gap/mean"] == pytest.approx(0.25 / exact.num_trained, abs=1e-5)
@@ -305,9 +305,7 @@ def test_closing_ends_the_process_group_and_a_new_engine_can_start(model: Path) 
 @pytest.mark.parametrize(
     ("settings", "folder", "error", "message"),
     [
-        ({"num_ranks": 2}, None, ConfigError, "trainer.num_ranks: only 1 is supported, got 2"),
-        ({"zero_stage": 3}, None, ConfigError, "trainer.zero_stage: only 1 is supported, got 3"),
-        ({"num_gpus": 2}, None, ConfigError, "trainer.num_gpus: a rank trains on one GPU, got 2"),
+        ({"num_ranks": 2}, None, ConfigError, "trainer.num_ranks: is 2, and this is one of 1"),
         ({}, "nowhere", FileNotFoundError, "nowhere holds no model"),
     ],
 )
@@ -336,9 +334,9 @@ def test_the_family_trains_through_the_engine_however_the_step_is_cut(
 ) -> None:
     rows = replace(random_rows(0), samples=np.tile([0, 0, 1, 2], 3))
     results = []
-    for budget in (100_000, 160, 1):
+    for budget in (100_000, 160, 40):
         engine = open_engine(model, **settings)
-        metrics = engine.step(rows, assign(rows, budget), advantages_of(rows), 0).metrics
+        metrics = engine.step(rows, cut(rows, budget), advantages_of(rows), 0).metrics
         results.append((metrics["loss"], metrics["grad_norm"]))
         engine.close()
     for loss, norm in results[1:]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tests.models import tiny_model
-from tests.trainer.training import PlainLoop, advantages_of, open_engine, random_rows, step
-from trainer.batches import Rows, assign
+from tests.trainer.training import PlainLoop, advantages_of, cut, open_engine, random_rows, step
+from trainer.batches import Rows
 from trainer.engine import TrainingEngine
 
 HALVES = (list(range(8)), list(range(8, 16)))  # rows of two mini-batches of two groups each
@@ -151,7 +151,7 @@ def test_a_mini_batch_that_is_not_finite_is_left_out_and_the_others_are_trained(
     huge = [np.full(len(a), 3e38) if i in HALVES[bad] else a for i, a in enumerate(advantages)]
     engine = open_engine(model)
     settings = engine._trainer.model_copy(update=TWICE)
-    done = engine.step(rows, assign(rows, 120, 2), huge, 0, settings, measure_drift=True)
+    done = engine.step(rows, cut(rows, 120, 2), huge, 0, settings, measure_drift=True)
     step(engine, four_groups(1), **TWICE)
     digest = engine.digest()
     engine.close()
@@ -160,7 +160,7 @@ def test_a_mini_batch_that_is_not_finite_is_left_out_and_the_others_are_trained(
     assert all(np.isfinite(value) for value in done.metrics.values())
     other = open_engine(model)
     left = only(rows, good)
-    other.step(left, assign(left, 120, 2), advantages, 0, settings)
+    other.step(left, cut(left, 120, 2), advantages, 0, settings)
     step(other, four_groups(1), **TWICE)
     assert other.digest() == digest
     other.close()
@@ -172,7 +172,7 @@ def test_a_step_none_of_whose_mini_batches_is_finite_changes_nothing(
     rows, digest = four_groups(), engine.digest()
     huge = [np.full(len(mask), 3e38) for mask in rows.masks]
     settings = engine._trainer.model_copy(update=TWICE)
-    done = engine.step(rows, assign(rows, 120, 2), huge, 0, settings)
+    done = engine.step(rows, cut(rows, 120, 2), huge, 0, settings)
     assert (done.skipped, done.metrics["minibatches/skipped"]) == ("nan_gradient", 2)
     assert (engine.digest(), done.master_changed) == (digest, False)
 

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from connectors.config import Model, Trainer
 from trainer.advantages import advantage
-from trainer.batches import Rows, assign
+from trainer.batches import Rows
 from trainer.checkpoint import CheckpointStore
 from trainer.engine import StepResult, TrainingEngine
+from trainer.packing import assign
 
 TEMPERATURE = 0.9
 SETTINGS = Trainer(learning_rate=1e-3, weight_decay=0.01, max_grad_norm=0.5, num_threads=1)
@@ -63,8 +64,13 @@ def step(
 ) -> StepResult:
     """One step on `rows`, with other settings than the engine's where given."""
     trainer = engine._trainer.model_copy(update=settings)
-    micro_batches = assign(rows, max_tokens, trainer.num_minibatches)
+    micro_batches = cut(rows, max_tokens, trainer.num_minibatches)
     return engine.step(rows, micro_batches, advantages_of(rows), seed, trainer)
+
+
+def cut(rows: Rows, max_tokens: int = 120, num_minibatches: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Micro-batches for one rank."""
+    return assign(rows, max_tokens, num_minibatches).micro_batches
 
 
 class PlainLoop:
