@@ -4,6 +4,7 @@ plain forward passes of the same weights to compare with."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import itertools
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import aiohttp
 import torch
 
+from connectors.config.lora import Lora
 from connectors.engines.client import Completions, HttpEngine
 from connectors.engines.types import Completion, EngineState, GenerateRequest, Sampling
 from connectors.records import Version
@@ -30,11 +32,13 @@ from connectors.weights import (
 )
 from tests.connectors.engine_process import EngineProcess
 from tests.models import tiny_model
+from trainer.lora import add_adapters
 
 PROMPT = tuple(range(40, 72))
 CONTEXT_TOKENS = 4096
 MAX_RUNNING = 8
 NUM_MODELS = 3
+ADAPTED = NUM_MODELS  # stands for model 0 with adapters
 MEDIA: tuple[Through, ...] = ("memory", "group")
 LONG = CONTEXT_TOKENS - 200  # tokens of a request that is there to be running
 TOLERANCE = 1e-3  # of log-probs; other weights' differ by more than DIFFERENT at most tokens
@@ -44,7 +48,7 @@ CHECK_S = 200.0
 
 class Models:
     """Tiny models with different weights: their folders, plain float32 copies, what a trainer
-    publishes of them."""
+    publishes of them. ADAPTED is model 0 with adapters, and they are what it publishes."""
 
     def __init__(self, root: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -55,9 +59,19 @@ class Models:
             AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
             for folder in self.folders
         ]
+        self.plain.append(copy.deepcopy(self.plain[0]))
+        self.adapted = add_adapters(self.plain[ADAPTED], Lora(rank=4), seed=0)
+        for number, (_, parameter) in enumerate(self.adapted.named_parameters()):
+            if number % 2:  # B: as some training may leave it
+                torch.nn.init.normal_(
+                    parameter, std=0.1, generator=torch.Generator().manual_seed(number)
+                )
 
     @functools.cache  # noqa: B019 - as long-lived as the test session
     def snapshot(self, model: int) -> Snapshot:
+        if model == ADAPTED:
+            layout = self.adapted.plan(torch.float32)
+            return Snapshot.take(self.adapted.named_parameters(), layout)
         named = dict(self.plain[model].named_parameters())
         return Snapshot.take(named, plan(shapes_of(named), torch.float32))
 

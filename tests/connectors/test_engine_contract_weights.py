@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from msgspec.structs import replace
 
 from connectors.engines.client import Completions
 from connectors.engines.pool import EnginePool
@@ -23,6 +24,7 @@ from connectors.engines.types import EngineUnavailable
 from connectors.records import Version
 from connectors.weights import (
     Ack,
+    Adapters,
     EpochRefused,
     FenceRequest,
     JoinRequest,
@@ -39,7 +41,15 @@ from connectors.weights import (
 from connectors.weights.calls import ask
 from connectors.weights.memory import segment_bytes
 from connectors.weights.wire import DigestMismatch, PlanRefused
-from tests.connectors.engine_bench import LONG, MAX_RUNNING, MEDIA, Bench, check, connect
+from tests.connectors.engine_bench import (
+    ADAPTED,
+    LONG,
+    MAX_RUNNING,
+    MEDIA,
+    Bench,
+    check,
+    connect,
+)
 from tests.connectors.weights_sender import begin_update
 from trainer.publish import Publisher
 
@@ -100,6 +110,43 @@ async def test_updates_one_after_another_leave_every_token_with_its_own_version(
         for done in await bench.cut(flight):
             assert [s.version for s in done.segments] == versions
             bench.assert_own(done)
+
+
+@by_medium
+@check
+async def test_adapters_are_added_to_what_the_engine_started_with_whatever_came_between(
+    bench: Bench, through: Through
+) -> None:
+    flight = await bench.fly()
+    versions = [bench.first]
+    for model in (ADAPTED, 1, ADAPTED, ADAPTED):
+        versions.append(await bench.publish(model, through=through))
+        state = await bench.state()
+        digest = bench.models.snapshot(model).digest
+        assert (state.version, state.digest) == (versions[-1], digest)
+        await bench.tokens(60)
+    (done,) = await bench.cut(flight)
+    assert [s.version for s in done.segments] == versions
+    bench.assert_own(done)
+    last = done.segments[-1]
+    for other in (0, 1):
+        bench.assert_not_of(other, done, last.start, last.end)
+
+
+@by_medium
+@check
+async def test_adapters_of_other_base_weights_are_refused_and_change_nothing(
+    bench: Bench, through: Through
+) -> None:
+    before, own = await bench.state(), bench.models.snapshot(ADAPTED)
+    foreign = bench.models.snapshot(1).digest
+    layout = replace(own.plan, adapters=Adapters(bench.models.adapted.scale, foreign))
+    other = Snapshot.take(bench.models.adapted.named_parameters(), layout)
+    answer = await bench.try_publish(other, bench.next_version(), through)
+    assert isinstance(answer, PlanRefused)
+    base = bench.models.snapshot(0).digest
+    assert f"{foreign}, this engine started with {base}" in str(answer)
+    assert await bench.state() == before
 
 
 @check
