@@ -1,15 +1,17 @@
 """Log-probs of chosen tokens: hidden states enter, float32 numbers leave, full logits never exist.
 
-Legend: B sequences, T positions, N picked positions, H hidden size, V vocabulary.
-
 `chosen_logprobs` computes log-softmax(hidden @ weight.T / temperature)[token] a chunk of rows at a
-time and recomputes each chunk in the backward pass, so its extra memory is `chunk_rows x V`, not `N
-x V`. `PolicyModel` applies it to the trained positions of a causal language model, which
-`load_policy` reads.
+time and recomputes each chunk in the backward pass: its extra memory is a few chunks, not `N x V`,
+its extra time one product of four. On CUDA the passes over a chunk are Liger's kernel where that
+is installed (`trainer.fused`).
+
+Legend: N picked positions, R rows of a chunk, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from math import ceil
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +19,11 @@ import torch
 import transformers
 from torch import Tensor
 
-CHUNK_ROWS: Final = 256
+from trainer import fused
+
+CHUNK_BYTES: Final = 28 * 2**20
+"""Fewer rows (149 of 49,152 scores) slow a CPU's products down, and from 32 MiB on malloc hands
+memory back and faults it in again, chunk by chunk."""
 
 
 def chosen_logprobs(
@@ -25,18 +31,28 @@ def chosen_logprobs(
     weight_VH: Tensor,
     tokens_N: Tensor,
     temperature: float = 1.0,
-    chunk_rows: int = CHUNK_ROWS,
+    chunk_bytes: int | None = None,
     *,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(log-probs [N], entropies [N]) of softmax(hidden @ weight.T / temperature), both float32.
 
-    `tokens_N` int64. The matrix product runs in the inputs' dtype, everything after it in float32.
-    Differentiable in `hidden_NH` and `weight_VH` through the log-probs and, with
-    `entropy_gradient`, which costs the backward pass two more chunks, through the entropies.
+    `tokens_N` int64. The matrix products run in the inputs' dtype, everything between them and the
+    sum of the weight's gradient in float32. Differentiable in `hidden_NH` and `weight_VH` through
+    the log-probs and, with `entropy_gradient`, which costs the backward pass one more chunk,
+    through the entropies.
+
+    `chunk_bytes`: what the scores of a chunk may take in float32; a chunk has a row at least. By
+    default CHUNK_BYTES, or what the hidden states take where that is more: an accelerator needs
+    large chunks, and has room for one where it has room for those.
     """
     logprobs_N, entropy_N = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, tokens_N, temperature, chunk_rows, entropy_gradient
+        hidden_NH,
+        weight_VH,
+        tokens_N,
+        temperature,
+        chunk_bytes or max(CHUNK_BYTES, 4 * hidden_NH.numel()),
+        entropy_gradient,
     )
     return logprobs_N, entropy_N
 
@@ -49,22 +65,23 @@ class _ChosenLogprobs(torch.autograd.Function):
         weight_VH: Tensor,
         tokens_N: Tensor,
         temperature: float,
-        chunk_rows: int,
+        chunk_bytes: int,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
+        kernel = fused.kernel_for(hidden_NH.device, entropy_gradient=entropy_gradient)
+        ctx.is_fused = kernel != fused.TORCH
+        ctx.temperature, ctx.chunk_bytes = temperature, chunk_bytes
+        ctx.entropy_gradient = entropy_gradient
         num_rows = hidden_NH.shape[0]
         logprobs_N = torch.empty(num_rows, dtype=torch.float32, device=hidden_NH.device)
         normalizer_N, entropy_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
-        for start in range(0, num_rows, chunk_rows):
-            rows = slice(start, start + chunk_rows)
-            scores = _scores(hidden_NH[rows], weight_VH, temperature)
-            normalizer_N[rows] = torch.logsumexp(scores, -1)
-            logprobs_N[rows] = scores.gather(1, tokens_N[rows, None])[:, 0] - normalizer_N[rows]
-            probs = (scores - normalizer_N[rows, None]).exp_()
-            entropy_N[rows] = normalizer_N[rows] - probs.mul_(scores).sum(-1)
+        for rows in _chunks(num_rows, 4 * weight_VH.shape[0], chunk_bytes):
+            logprobs_N[rows], normalizer_N[rows], entropy_N[rows] = _summary(
+                _scores(hidden_NH[rows], weight_VH, temperature, ctx.is_fused),
+                tokens_N[rows],
+                ctx.is_fused,
+            )
         ctx.save_for_backward(hidden_NH, weight_VH, tokens_N, normalizer_N, entropy_N)
-        ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
-        ctx.entropy_gradient = entropy_gradient
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
@@ -76,30 +93,82 @@ class _ChosenLogprobs(torch.autograd.Function):
         grad_hidden_NH = torch.empty_like(hidden_NH)
         # Chunks add up in float32: in bfloat16 the later ones would vanish.
         grad_weight_VH = torch.zeros(weight_VH.shape, dtype=torch.float32, device=weight_VH.device)
-        for start in range(0, hidden_NH.shape[0], ctx.chunk_rows):
-            rows = slice(start, start + ctx.chunk_rows)
-            # With p = softmax(scores):
-            #   d log p(token) / d scores = onehot(token) - p
-            #   d entropy / d scores      = -p (log p + entropy)
-            slope = _scores(hidden_NH[rows], weight_VH, ctx.temperature)
-            slope.sub_(normalizer_N[rows, None])
-            bend = None
-            if ctx.entropy_gradient:
-                bend = slope.exp().mul_(slope + entropy_N[rows, None])
-                bend.mul_(entropy_grad_N[rows, None])
-            slope.exp_().neg_()
-            slope.scatter_add_(1, tokens_N[rows, None], torch.ones_like(slope[:, :1]))
-            slope.mul_(grad_N[rows, None])
-            if bend is not None:
-                slope.sub_(bend)
-            grad_hidden_NH[rows] = slope.to(weight_VH.dtype) @ weight_VH
-            grad_weight_VH.addmm_(slope.t(), hidden_NH[rows].float())
+        for rows in _chunks(hidden_NH.shape[0], 4 * weight_VH.shape[0], ctx.chunk_bytes):
+            scores_RV = _scores(hidden_NH[rows], weight_VH, ctx.temperature, ctx.is_fused)
+            if ctx.is_fused:
+                slope_RV = fused.cross_entropy_slope(scores_RV, tokens_N[rows])
+                slope_RV.mul_(-grad_N[rows, None])
+            else:
+                slope_RV = _slope(
+                    scores_RV.sub_(normalizer_N[rows, None]),
+                    tokens_N[rows],
+                    grad_N[rows, None],
+                    entropy_N[rows, None],
+                    entropy_grad_N[rows, None] if ctx.entropy_gradient else None,
+                ).to(weight_VH.dtype)
+            del scores_RV
+            grad_hidden_NH[rows] = slope_RV @ weight_VH
+            _add_product(grad_weight_VH, slope_RV.t(), hidden_NH[rows])
         return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None
 
 
-def _scores(hidden_NH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
+def _chunks(num_rows: int, row_bytes: int, chunk_bytes: int) -> Iterator[slice]:
+    """Of about equal size: a short last one would read the whole weight for a few rows."""
+    num_chunks = max(1, ceil(num_rows * row_bytes / chunk_bytes))
+    size = max(1, ceil(num_rows / num_chunks))
+    return (slice(start, start + size) for start in range(0, num_rows, size))
+
+
+def _scores(hidden_RH: Tensor, weight_VH: Tensor, temperature: float, is_fused: bool) -> Tensor:
+    if is_fused:  # the kernel reads the product as it is: the temperature goes before it
+        return (hidden_RH / temperature) @ weight_VH.t()
     # float() of a float32 product is the product itself, so dividing in place touches no input.
-    return (hidden_NH @ weight_VH.t()).float().div_(temperature)
+    return (hidden_RH @ weight_VH.t()).float().div_(temperature)
+
+
+def _summary(scores_RV: Tensor, tokens_R: Tensor, is_fused: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: the token's log-prob, the log of the normalizer, the entropy."""
+    chosen_R = scores_RV.gather(1, tokens_R[:, None])[:, 0]
+    if is_fused:
+        loss_R = fused.cross_entropy(scores_RV, tokens_R)
+        normalizer_R = chosen_R + loss_R
+        logp_RV = scores_RV - normalizer_R[:, None]
+        return -loss_R, normalizer_R, -logp_RV.exp().mul_(logp_RV).sum(-1)
+    # One exp for normalizer and entropy; the scores are shifted where they lie.
+    peak_R1 = scores_RV.amax(-1, keepdim=True)
+    probs_RV = scores_RV.sub_(peak_R1).exp()
+    total_R = probs_RV.sum(-1)
+    log_total_R = total_R.log()
+    normalizer_R = peak_R1[:, 0] + log_total_R
+    entropy_R = log_total_R - probs_RV.mul_(scores_RV).sum(-1) / total_R
+    return chosen_R - normalizer_R, normalizer_R, entropy_R
+
+
+def _slope(
+    logp_RV: Tensor,
+    tokens_R: Tensor,
+    grad_R1: Tensor,
+    entropy_R1: Tensor,
+    entropy_grad_R1: Tensor | None,
+) -> Tensor:
+    """d loss / d scores, in the memory of `logp_RV`. With p = softmax(scores):
+
+    d log p(token) / d scores = onehot(token) - p
+    d entropy / d scores      = -p (log p + entropy)
+    """
+    pull_RV = grad_R1
+    if entropy_grad_R1 is not None:
+        pull_RV = (logp_RV + entropy_R1).mul_(entropy_grad_R1).add_(grad_R1)
+    slope_RV = logp_RV.exp_().mul_(pull_RV.neg())
+    return slope_RV.scatter_add_(1, tokens_R[:, None], grad_R1)
+
+
+def _add_product(sum_VH: Tensor, left_VR: Tensor, right_RH: Tensor) -> None:
+    """sum += left @ right, added up in float32."""
+    if sum_VH.is_cuda and left_VR.dtype != torch.float32:  # tensor cores, which the CPU has not
+        torch.addmm(sum_VH, left_VR, right_RH, out_dtype=torch.float32, out=sum_VH)
+    else:
+        sum_VH.addmm_(left_VR.float(), right_RH.float())
 
 
 class PolicyModel(torch.nn.Module):

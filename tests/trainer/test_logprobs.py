@@ -33,7 +33,7 @@ def test_values_equal_the_reference(temperature: float, chunk_rows: int) -> None
         torch.tensor(weight, dtype=torch.float32),
         torch.from_numpy(tokens),
         temperature,
-        chunk_rows,
+        chunk_rows * 30 * 4,
     )
     expected = reference(hidden, weight, tokens, temperature)
     np.testing.assert_allclose(logprobs.numpy(), expected[0], rtol=1e-5, atol=1e-5)
@@ -49,7 +49,7 @@ def test_gradients_equal_finite_differences(entropy_gradient: bool) -> None:
     hidden_t = torch.tensor(hidden, dtype=torch.float32, requires_grad=True)
     weight_t = torch.tensor(weight, dtype=torch.float32, requires_grad=True)
     values, entropy = chosen_logprobs(
-        hidden_t, weight_t, torch.from_numpy(tokens), temperature, chunk_rows=2,
+        hidden_t, weight_t, torch.from_numpy(tokens), temperature, chunk_bytes=2 * 7 * 4,
         entropy_gradient=entropy_gradient,
     )  # fmt: skip
     assert entropy.requires_grad == entropy_gradient
@@ -76,7 +76,7 @@ def test_the_entropys_gradient_alone_is_that_of_torchs_own() -> None:
     torch.manual_seed(1)
     hidden, weight = torch.randn(9, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
     tokens = torch.randint(0, 6, (9,))
-    ours = chosen_logprobs(hidden, weight, tokens, 0.7, 4, entropy_gradient=True)[1].sum()
+    ours = chosen_logprobs(hidden, weight, tokens, 0.7, 4 * 6 * 4, entropy_gradient=True)[1].sum()
     theirs = torch.distributions.Categorical(logits=hidden @ weight.t() / 0.7).entropy().sum()
     torch.testing.assert_close(ours, theirs)
     for got, expected in zip(
@@ -100,7 +100,7 @@ def test_in_bfloat16_the_weights_gradient_is_summed_in_float32() -> None:
     hidden = torch.randn(4096, 8).bfloat16()
     weight = torch.randn(16, 8).bfloat16().requires_grad_()
     tokens = torch.randint(0, 16, (4096,))
-    chosen_logprobs(hidden, weight, tokens, chunk_rows=1)[0].sum().backward()
+    chosen_logprobs(hidden, weight, tokens, chunk_bytes=1)[0].sum().backward()
     exact = weight.detach().float().requires_grad_()
     chosen_logprobs(hidden.float(), exact, tokens)[0].sum().backward()
     assert weight.grad is not None
