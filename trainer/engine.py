@@ -22,7 +22,8 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -43,6 +44,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from numpy.typing import NDArray
+from torch import Tensor
 
 from connectors import config as configuration
 from connectors import weights
@@ -51,12 +53,15 @@ from operators.tracker import TrackerState
 from trainer import engine_state, shares, zero
 from trainer.batches import Rows
 from trainer.forward import Forwards
+from trainer.lora import add_adapters
 from trainer.packing import check_assignment
 from trainer.policy import PolicyModel, load_policy
 from trainer.shares import Call, Origin, Share
 from trainer.state_copy import StateCopy
 from trainer.step_metrics import Tally, row_metrics
 
+ADAPTERS_SEED: Final = 0
+"""What adapters are drawn from: the same in each run."""
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TOKENIZER_FILES: Final = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
@@ -123,7 +128,7 @@ class TrainingEngine:
         self._device = world.device
         config = zero.deepspeed_config(trainer, model.dtype)
         with quiet_deepspeed():
-            with zero.loading(config):
+            with zero.loading(config, whole=trainer.lora is not None):
                 policy = load_policy(
                     self._path,
                     self._dtype,
@@ -131,15 +136,22 @@ class TrainingEngine:
                     gradient_checkpointing=trainer.gradient_checkpointing,
                     sequence_group=sequence_group(world, trainer.sequence_parallel),
                 )
+            self._adapted = None
+            if trainer.lora is not None:
+                self._adapted = add_adapters(policy.model, trainer.lora, ADAPTERS_SEED)
             policy.to(self._device)
+            trained = [p for p in policy.parameters() if p.requires_grad]
             self._engine, *_ = deepspeed.initialize(
-                model=policy, model_parameters=list(policy.parameters()), config=config
+                model=policy, model_parameters=trained, config=config
             )
         self._engine.train()
         self._engine._copy_recovery_script = lambda folder: None  # only our own code reads it back
         policy.check_head()
         policy.check_packing()
-        self._plan = weights.plan(weights.shapes_of(self.named_parameters()), self._dtype)
+        if self._adapted is None:
+            self._plan = weights.plan(weights.shapes_of(self.named_parameters()), self._dtype)
+        else:
+            self._plan = self._adapted.plan(self._dtype)
         self._max_tokens = int(trainer.max_tokens_per_microbatch)
 
     @property
@@ -151,6 +163,9 @@ class TrainingEngine:
     def num_shares(self) -> int:
         """Into how many shares a step's rows are cut: ranks, but for those of one sequence."""
         return self._world.num_ranks // self._trainer.sequence_parallel
+
+    def check(self) -> None:
+        """Raises when another rank is gone: one alone has no other."""
 
     def _tell(self, call: Call) -> None:
         if self._told is not None:
@@ -227,6 +242,7 @@ class TrainingEngine:
             current=self._engine,
             frozen=self._engine.module,
             reference=self._reference(settings),
+            as_reference=nullcontext if self._adapted is None else self._adapted.disabled,
             share=share,
             settings=settings,
             device=self._device,
@@ -297,9 +313,13 @@ class TrainingEngine:
         return found[:: self._trainer.sequence_parallel]
 
     def _reference(self, settings: configuration.Trainer) -> PolicyModel | None:
-        """The initial model, in memory from the first step on whose loss measures from it."""
+        """The initial model, in memory from the first step on whose loss measures from it; what
+        adapters were added to is there already."""
         if not settings.kl_coefficient:
             return None
+        if self._adapted is not None:
+            found: PolicyModel = self._engine.module
+            return found
         if self._initial is None:
             self._initial = load_policy(self._path, self._dtype, self._temperature)
             self._initial.to(self._device).requires_grad_(False)
@@ -313,8 +333,10 @@ class TrainingEngine:
 
     # ----------------------------------------------------------------------------------- weights
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """The model's parameters under their Hugging Face names, tied ones once; in ZeRO stage 3
-        this rank's parts."""
+        """What is trained and published: the model's parameters under their Hugging Face names,
+        tied ones once, or its adapters; in ZeRO stage 3 this rank's parts."""
+        if self._adapted is not None:
+            return self._adapted.named_parameters()
         return list(self._engine.module.model.named_parameters())
 
     @property
@@ -361,7 +383,9 @@ class TrainingEngine:
         """A copy of this rank's model, optimizer and random state, of rank 0 the tracker too, whose
         `write` gives what `load` reads; `into` gives its memory."""
         self._tell(shares.Capture())
-        return engine_state.capture(self._engine, self.tracker, into)
+        return engine_state.capture(
+            self._engine, self.tracker, into, only_trained=self._adapted is not None
+        )
 
     def save(self, folder: Path) -> None:
         """Model, optimizer, random state and tracker into `folder` (which exists), to be made
@@ -372,18 +396,24 @@ class TrainingEngine:
         """The opposite of `save`, bit for bit. ValueError when `folder` holds no checkpoint,
         RuntimeError (torch's) when it is of a model with other shapes."""
         self._tell(shares.Load(str(folder)))
-        self.tracker = engine_state.restore(self._engine, folder)
+        self.tracker = engine_state.restore(
+            self._engine, folder, only_trained=self._adapted is not None
+        )
 
     def save_pretrained(self, folder: Path) -> None:
-        """The model and its tokenizer as a Hugging Face folder, by rank 0."""
+        """The model, adapters merged, and its tokenizer as a Hugging Face folder, by rank 0."""
         self._tell(shares.Pretrained(str(folder)))
+        model, is_first = self._engine.module.model, self._world.rank == 0
+        parameters: Iterable[tuple[str, Tensor]] = model.named_parameters()
+        if self._adapted is not None:
+            parameters = self._adapted.merged_parameters(zero.gathered)
         whole = {}
-        for name, parameter in self.named_parameters():
+        for name, parameter in parameters:
             with zero.gathered([parameter]):
-                if self._world.rank == 0:
+                if is_first:
                     whole[name] = parameter.detach().cpu().clone()
-        if self._world.rank == 0:
-            self._engine.module.model.save_pretrained(folder, state_dict=whole)
+        if is_first:
+            model.save_pretrained(folder, state_dict=whole)
             for pattern in _TOKENIZER_FILES:
                 for file in self._path.glob(pattern):
                     shutil.copy(file, folder)

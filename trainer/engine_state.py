@@ -19,15 +19,20 @@ _TAG: Final = "engine"
 _TRACKER: Final = "tracker.pt"
 
 
-def capture(engine: Any, tracker: TrackerState, into: StateCopy | None) -> StateCopy:
+def capture(
+    engine: Any, tracker: TrackerState, into: StateCopy | None, *, only_trained: bool
+) -> StateCopy:
     """A copy of DeepSpeed's state, this rank's random state and, of rank 0, the tracker, whose
-    `write` gives what `restore` reads; `into` gives its memory. All ranks call it."""
+    `write` gives what `restore` reads; `into` gives its memory. `only_trained`: without parameters
+    that stay as they are. All ranks call it."""
     captured = into or StateCopy()
     captured.clear()
     stock, engine.checkpoint_engine = engine.checkpoint_engine, _IntoMemory(captured)
     try:
         with quiet_deepspeed():
-            engine.save_checkpoint(".", tag=_TAG, save_latest=False)
+            engine.save_checkpoint(
+                ".", tag=_TAG, save_latest=False, exclude_frozen_parameters=only_trained
+            )
     finally:
         engine.checkpoint_engine = stock
     state = {"cpu": torch.get_rng_state()}
@@ -40,13 +45,13 @@ def capture(engine: Any, tracker: TrackerState, into: StateCopy | None) -> State
     return captured
 
 
-def restore(engine: Any, folder: Path) -> TrackerState:
+def restore(engine: Any, folder: Path, *, only_trained: bool) -> TrackerState:
     """Brings the engine to what was captured, bit for bit; the tracker is returned. ValueError when
     `folder` holds no checkpoint, RuntimeError (torch's) when it is of a model with other shapes."""
     if not (folder / _TAG).is_dir():
         raise ValueError(f"{folder} holds no checkpoint of this engine")
     with quiet_deepspeed():
-        engine.load_checkpoint(str(folder), tag=_TAG)
+        engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=not only_trained)
     state = torch.load(folder / f"random_{dist.get_rank()}.pt", weights_only=True)
     torch.set_rng_state(state["cpu"])
     if torch.cuda.is_available() and "cuda" in state:

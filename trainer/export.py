@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from contextlib import closing
 from pathlib import Path
 
 from connectors.config import Config, ConfigError
 from connectors.kafka.client import Cluster
 from connectors.run_dir import RunDir
+from trainer import gang
 from trainer.checkpoint import run_store
 from trainer.checkpoint_meta import CheckpointMeta, kept_on_chain
 from trainer.engine import TrainingEngine
-from trainer.execute import training_engine
 from trainer.recovery import load_newest
 from trainer.step_log import Chain, read_steps
 
@@ -52,7 +51,7 @@ def export(
             f"{config.checkpoint.every_steps} steps (checkpoint.every_steps) and where it stops; "
             "go on to the next one"
         )
-    with closing(training_engine(config)) as engine:
+    with gang.engine(config, cluster, run_dir, role="export") as engine:
         meta = load_newest(store, engine, chain, at_most=wanted[0])
         if meta is None or (step is not None and meta.step != step):
             raise NothingToExport(f"the checkpoint of step {wanted[0]} is damaged")

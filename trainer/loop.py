@@ -21,14 +21,14 @@ from typing import Final, Protocol
 
 import msgspec
 
-from connectors.config import Config
+from connectors.config import Config, Trainer
 from connectors.kafka.client import Cluster
 from connectors.kafka.locate import cluster as locate
 from connectors.records import Manifest, Version
 from connectors.run_dir import RunDir
 from connectors.signals import stop_on_signals
 from connectors.weights import Snapshot
-from trainer import actions, stall
+from trainer import actions, gang, stall
 from trainer.ages import histogram, recorded, staleness
 from trainer.alerts import AlertWatch
 from trainer.checkpoint import CheckpointStore, run_store
@@ -40,7 +40,6 @@ from trainer.execute import (
     Execution,
     execute,
     settings,
-    training_engine,
     untrainable,
 )
 from trainer.feed import Feed, StepInput
@@ -48,6 +47,7 @@ from trainer.feed_state import FeedState
 from trainer.publish import Publisher
 from trainer.recovery import Recovered, fold, max_group_size, recover
 from trainer.saving import Fence, Saver
+from trainer.schedule import rate
 from trainer.staleness import configured_policy
 from trainer.step_log import Chain, StepLog
 from trainer.tensorboard import Curves
@@ -70,7 +70,7 @@ def train(config: Config, run_dir: RunDir, stop: threading.Event | None = None) 
     run_dir.register("trainer")
     stall.keep(run_dir, None)  # of an earlier trainer: this one may execute many steps first
     with ExitStack() as open_parts:
-        engine = open_parts.enter_context(closing(training_engine(config)))
+        engine = open_parts.enter_context(gang.engine(config, cluster, run_dir))
         steps = open_parts.enter_context(closing(StepLog(cluster)))
         recovered = recover(config, cluster, engine, store, steps)
         stall.keep(run_dir, None)  # of one that was still at work
@@ -209,6 +209,7 @@ class Loop:
 
     def _wait_for_step(self, stop: threading.Event) -> StepInput | None:
         while not stop.is_set():
+            self._engine.check()
             self._publisher.check()
             self._saver.check()
             if (taken := self._feed.take(TAKE_S)) is not None:
@@ -223,10 +224,11 @@ class Loop:
                 f"{self._step} at {self._version}"
             )
         seed = step_seed(config.run.seed, taken.step)
+        trainer = at_step(config.trainer, taken.step)
         done = execute(
             self._engine,
             taken.groups,
-            config.trainer,
+            trainer,
             seed,
             records=taken.records,
             ages=taken.ages,
@@ -251,7 +253,7 @@ class Loop:
             dropped=taken.dropped,
             environment=self._engine.environment(),
             settings={
-                **settings(config.trainer, config.sampling.temperature),
+                **settings(trainer, config.sampling.temperature),
                 **recorded(taken.ages),
                 **taken.settings,
             },
@@ -302,6 +304,19 @@ class Loop:
         self._saver.save(self._step, msgspec.json.encode(meta))
         self._pause_s = self._saver.pause_s
         self._unsaved = None
+
+
+def at_step(trainer: Trainer, step: int) -> Trainer:
+    """The settings of one step: the learning rate is what the schedule says."""
+    of_step = rate(
+        step,
+        num_steps=trainer.num_steps,
+        peak=trainer.learning_rate,
+        schedule=trainer.learning_rate_schedule,
+        warmup_steps=trainer.warmup_steps,
+        min_ratio=trainer.min_learning_rate_ratio,
+    )
+    return trainer.model_copy(update={"learning_rate": of_step})
 
 
 def step_seed(run_seed: int, step: int) -> int:

@@ -20,10 +20,10 @@ from connectors.config import Config
 from connectors.kafka.client import Cluster
 from connectors.records import Coordinate, Manifest
 from connectors.run_dir import RunDir
+from trainer import gang
 from trainer.checkpoint import CheckpointStore, run_store
 from trainer.checkpoint_meta import kept_on_chain
 from trainer.engine import TrainingEngine
-from trainer.execute import training_engine
 from trainer.recovery import load_newest
 from trainer.reexecute import ReexecutionDiffers, reexecute
 from trainer.step_log import Chain, StepLog
@@ -94,7 +94,7 @@ def replay(
     first, until = _asked(chain, store, last, first, until)
     differs: ReexecutionDiffers | None = None
     others: list[OtherRecord] = []
-    with closing(training_engine(config)) as engine:
+    with gang.engine(config, cluster, run_dir, role="replay") as engine:
         meta = load_newest(store, engine, chain, at_most=first - 1)
         start = meta.step if meta else 0
         if chain.manifest(start + 1) is None:

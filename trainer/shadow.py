@@ -23,9 +23,10 @@ from connectors.kafka.topics import ensure_topics
 from connectors.records import Version
 from connectors.run_dir import RunDir
 from connectors.weights import Snapshot
+from trainer import gang
 from trainer.checkpoint import run_store
 from trainer.credit import no_signal
-from trainer.execute import training_engine, untrainable
+from trainer.execute import untrainable
 from trainer.feed_state import Counts
 from trainer.loop import run_loop
 from trainer.merge import Merge
@@ -91,7 +92,7 @@ def shadow(
     store.clean()
     run_dir.register("shadow")
     with ExitStack() as open_parts:
-        engine = open_parts.enter_context(closing(training_engine(config)))
+        engine = open_parts.enter_context(gang.engine(config, cluster, run_dir, role="shadow"))
         steps = open_parts.enter_context(closing(StepLog(cluster)))
         recovered = recover(config, cluster, engine, store, steps)
         log.info("epoch %d continues after step %d", recovered.epoch, recovered.step)

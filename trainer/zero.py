@@ -56,9 +56,11 @@ def deepspeed_config(trainer: Trainer, dtype: str) -> dict[str, Any]:
 
 
 @contextmanager
-def loading(config: dict[str, Any]) -> Iterator[None]:
-    """Inside, a transformers model is loaded part by part where each rank keeps a part."""
-    known = HfDeepSpeedConfig(config) if config["zero_optimization"]["stage"] == 3 else None
+def loading(config: dict[str, Any], *, whole: bool) -> Iterator[None]:
+    """Inside, a transformers model is loaded part by part where each rank keeps a part, unless it
+    is to be there `whole` first."""
+    in_parts = config["zero_optimization"]["stage"] == 3 and not whole
+    known = HfDeepSpeedConfig(config) if in_parts else None
     yield
     del known  # transformers looks whether it lives
 

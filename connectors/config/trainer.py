@@ -20,6 +20,7 @@ from connectors.algorithms import (
     estimator,
     policy_loss,
 )
+from connectors.config.lora import Lora
 from connectors.config.section import MOST_STEPS, MOST_TOKENS, YEAR_S, Section
 
 MOST_PACKED: Final = 10 * MOST_TOKENS
@@ -76,6 +77,8 @@ class Trainer(Section):
     gradient_checkpointing: bool = False
     """Keep one hidden state a layer and compute the rest again for the backward pass: less memory,
     about a third more time."""
+    lora: Lora | None = None
+    """Train adapters instead of the model's own weights."""
     groups_per_step: int = Field(8, ge=1, le=1_000_000)
     learning_rate: float = Field(1e-6, ge=0)
     """The highest one."""

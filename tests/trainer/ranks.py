@@ -1,6 +1,6 @@
 """Several ranks in processes of their own, each with an engine and all calling the same methods.
 
-python -m tests.trainer.ranks JSON      is one rank: a `Job`, see `run`
+python -m tests.trainer.ranks JSON      is one rank, which does jobs one after another, see `run`
 """
 
 from __future__ import annotations
@@ -15,100 +15,98 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from connectors.config import Model, Trainer
 from tests.trainer.training import TEMPERATURE, advantages_of, random_rows
-from trainer.batches import Rows
 from trainer.engine import TrainingEngine
 from trainer.packing import assign
 from trainer.process_group import World
 from trainer.shares import split
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 280.0
+SETTINGS: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.01, "max_grad_norm": 0.5}
+
+Job = dict[str, Any]
+"""model, folder  paths; the model is left in folder/model, a captured state in folder/state
+settings       of the trainer, beside SETTINGS
+dtype          of the model, float32 if left out
+last           the last step; steps begin at `first` (1), `load` names a state to begin from
+groups         [number, size] of each step's rows
+save_at        the step whose state is captured
+nan_at         a step in which a gradient of the last rank is not finite"""
 
 
-def run(model: Path, folder: Path, num_ranks: int, **job: Any) -> list[dict[str, Any]]:
-    """What each rank says of `steps` steps under `settings` ({} means DeepSpeed's first stage).
-    Rank 0 leaves the model in `folder`/model. `rows`: (seed, groups, group size, steps first to
-    last). AssertionError with the error of a rank that failed."""
-    folder.mkdir(parents=True, exist_ok=True)
+def run(num_ranks: int, jobs: Sequence[Job]) -> list[list[dict[str, Any]]]:
+    """By job, what each rank says. AssertionError with the error of a rank that failed."""
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    what = {"num_ranks": num_ranks, "port": store.port, "jobs": list(jobs)}
     ranks = [
         subprocess.Popen(
-            [
-                sys.executable, "-P", "-m", "tests.trainer.ranks",
-                json.dumps(
-                    {
-                        "model": str(model), "folder": str(folder), "rank": rank,
-                        "num_ranks": num_ranks, "port": store.port, **job,
-                    }
-                ),
-            ],
+            [sys.executable, "-P", "-m", "tests.trainer.ranks", json.dumps({**what, "rank": rank})],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            cwd=Path(__file__).parents[2],
         )
         for rank in range(num_ranks)
     ]  # fmt: skip
-    answers = []
+    said = []
     try:
         for process in ranks:
             out, err = process.communicate(timeout=TIMEOUT_S)
             assert process.returncode == 0, err[-3000:]
-            answers.append(json.loads(out.splitlines()[-1]))
+            said.append(json.loads(out.splitlines()[-1]))
     finally:
         for process in ranks:
             process.kill()
             process.wait()
-    return answers
+    return [list(of_job) for of_job in zip(*said, strict=True)]
 
 
-def rows_of(job: dict[str, Any], step: int) -> Rows:
-    num_groups, group_size = job.get("groups", [3, 4])
-    return random_rows(step, num_groups, group_size)
-
-
-def one_step(engine: TrainingEngine, rows: Rows, seed: int, max_tokens: int, rank: int) -> Any:
-    """Cut as rank 0 would cut it; every rank takes its own share."""
-    settings = engine._trainer
-    cut = assign(rows, max_tokens, settings.num_minibatches, engine.num_shares)
-    shares = split(
-        rows, cut.micro_batches, cut.ranks, advantages_of(rows), settings, engine.num_shares
-    )
-    share = shares[rank // settings.sequence_parallel]
-    return engine.train(share, seed, settings, measure_drift=True)
-
-
-def main(job: dict[str, Any]) -> None:
-    rank, num_ranks = job["rank"], job["num_ranks"]
-    world = World(
-        rank=rank,
-        num_ranks=num_ranks,
-        local_rank=rank,
-        store=dist.TCPStore("127.0.0.1", job["port"], None, is_master=False),
-    )
-    settings = Trainer(
-        num_ranks=num_ranks,
-        **{"learning_rate": 1e-3, "weight_decay": 0.01, "max_grad_norm": 0.5} | job["settings"],
-    )
-    dtype = job.get("dtype", "float32")
-    engine = TrainingEngine(
-        job["model"], settings, Model(path=job["model"], dtype=dtype), TEMPERATURE, world=world
-    )
+def do(job: Job, world: World) -> dict[str, Any]:
+    """The steps of one rank, and the digest after them."""
+    settings = Trainer(num_ranks=world.num_ranks, **SETTINGS | job["settings"])
+    model = Model(path=job["model"], dtype=job.get("dtype", "float32"))
+    engine = TrainingEngine(job["model"], settings, model, TEMPERATURE, world=world)
     folder, done = Path(job["folder"]), []
+    folder.mkdir(parents=True, exist_ok=True)
     if (load := job.get("load")) is not None:
         engine.load(Path(load))
     for step in range(job.get("first", 1), job["last"] + 1):
-        result = one_step(engine, rows_of(job, step), step, job.get("max_tokens", 120), rank)
-        done.append({"metrics": dict(result.metrics), "skipped": result.skipped,
-                     "changed": result.master_changed, "drift": result.drift})  # fmt: skip
+        hooks = []
+        if step == job.get("nan_at") and world.rank == world.num_ranks - 1:
+            _, parameter = list(engine._engine.module.named_parameters())[3]
+            hooks.append(parameter.register_hook(lambda gradient: gradient * float("nan")))
+        result = _step(engine, job, step, world.rank)
+        for hook in hooks:
+            hook.remove()
+        done.append(
+            {
+                "metrics": dict(result.metrics),
+                "skipped": result.skipped,
+                "changed": result.master_changed,
+                "drift": result.drift,
+            }
+        )
         if step == job.get("save_at"):
             engine.capture().write(folder / "state")
     digest = engine.digest()
     engine.save_pretrained(folder / "model")
     engine.close()
-    print(json.dumps({"steps": done, "digest": digest}))
+    return {"steps": done, "digest": digest}
 
 
-def weights_in(folder: Path) -> np.ndarray[Any, Any]:
+def _step(engine: TrainingEngine, job: Job, step: int, rank: int) -> Any:
+    """Cut as rank 0 would cut it; every rank takes its own share."""
+    settings, rows = engine._trainer, random_rows(step, *job.get("groups", (3, 4)))
+    cut = assign(rows, 120, settings.num_minibatches, engine.num_shares)
+    shares = split(
+        rows, cut.micro_batches, cut.ranks, advantages_of(rows), settings, engine.num_shares
+    )
+    share = shares[rank // settings.sequence_parallel]
+    return engine.train(share, step, settings, measure_drift=True)
+
+
+def weights_in(folder: Path) -> NDArray[np.float64]:
     """All weights of a model folder, one after another, by name."""
     from safetensors.torch import load_file
 
@@ -116,13 +114,23 @@ def weights_in(folder: Path) -> np.ndarray[Any, Any]:
     return torch.cat([found[name].flatten().double() for name in sorted(found)]).numpy()
 
 
-def distance(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
+def distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
     """Relative, in L2."""
     return float(np.linalg.norm(a - b) / np.linalg.norm(a))
 
 
-def closest(numbers: Sequence[float], to: float) -> float:
-    return max(abs(number - to) for number in numbers)
+def main(what: dict[str, Any]) -> None:
+    store = dist.TCPStore("127.0.0.1", what["port"], None, is_master=False)
+    said = []
+    for i, job in enumerate(what["jobs"]):
+        world = World(
+            rank=what["rank"],
+            num_ranks=what["num_ranks"],
+            local_rank=what["rank"],
+            store=dist.PrefixStore(str(i), store),
+        )
+        said.append(do(job, world))
+    print(json.dumps(said))
 
 
 if __name__ == "__main__":
