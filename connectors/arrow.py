@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import google_crc32c
 import msgspec
@@ -56,6 +56,37 @@ SCHEMA: Final = pa.schema(
         ("metadata", pa.map_(pa.string(), pa.string())),
     ]
 )
+_ARRAYS: Final = ("tokens", "loss_mask", "logprobs")
+"""Columns of numbers a token. What the others hold becomes Python objects."""
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """One of `rewards`."""
+
+    token: int
+    value: float
+    name: str
+
+
+class _Plain(TypedDict, total=False):
+    """The other columns of a row, as pyarrow gives them; what is null is left out and takes the
+    default. Held to by msgspec: no other type, and no null within a value."""
+
+    trajectory_id: str
+    group_id: str
+    task: str
+    source: str
+    behaviour: str
+    segments: tuple[Segment, ...]
+    reward: float
+    rewards: tuple[_Part, ...]
+    reward_parts: tuple[tuple[str, float], ...]
+    turns: int
+    finish_reason: str
+    created_at: float
+    finished_at: float
+    origin: Origin
+    metadata: tuple[tuple[str, str], ...]
 
 
 # What pyarrow and the row builder raise on bytes that are no whole group: lengths read from garbage
@@ -118,30 +149,12 @@ def decode_group(data: bytes, crc: int | None = None) -> Group:
             batch = reader.read_next_batch()
             metadata = reader.schema.metadata or {}
         prompt: Prompt = decode_as(metadata[b"prompt"], Prompt)
-        columns = {name: batch.column(name) for name in batch.schema.names}
-        for name in SCHEMA.names:
-            if name in columns and columns[name].type != SCHEMA.field(name).type:
-                raise TypeError(f"column {name} is of type {columns[name].type}")
-            if name in columns and not _is_whole(columns[name]):
-                raise TypeError(f"a null in column {name}")
-        rows = _rows(columns, batch.num_rows)
+        rows = _rows(dict(zip(batch.schema.names, batch.columns, strict=True)))
     except _UNREADABLE as error:
         raise CorruptRecord(f"no whole group of {len(data)} bytes: {error}") from error
     if not rows:
         raise CorruptRecord("a group message without rows")
     return Group(group_id=rows[0].group_id, prompt=prompt, trajectories=tuple(rows))
-
-
-def _is_whole(column: pa.Array) -> bool:
-    """Whether nothing within a row is null. A row that is null altogether is left out, and takes
-    the default if there is one."""
-    if pa.types.is_map(column.type):
-        inner = [column.keys, column.items]
-    elif pa.types.is_nested(column.type):  # a struct's fields, a list's elements
-        inner = column.flatten() if pa.types.is_struct(column.type) else [column.flatten()]
-    else:
-        return True
-    return all(part.null_count == 0 and _is_whole(part) for part in inner)
 
 
 def num_sampled(data: bytes) -> int:
@@ -161,31 +174,31 @@ def _lists(arrays: Sequence[Any], kind: pa.DataType) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays), type=kind))
 
 
-def _views(column: pa.ListArray) -> list[Any]:
-    if column.null_count:
-        raise TypeError("a row is null where every one has tokens, a mask and log-probs")
-    offsets, values = column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=True)
-    return [values[a:b] for a, b in pairwise(offsets)]
+def _views(name: str, column: pa.ListArray) -> list[Any]:
+    if column.type != SCHEMA.field(name).type:
+        raise TypeError(f"column {name} is of type {column.type}")
+    values = column.values
+    if column.null_count or values.null_count:
+        raise TypeError(f"a null in column {name}")
+    array = values.to_numpy()
+    return [array[a:b] for a, b in pairwise(column.offsets.to_numpy().tolist())]
 
 
-def _rows(columns: Mapping[str, pa.Array], num_rows: int) -> list[Trajectory]:
-    tokens, masks, logprobs = (_views(columns[n]) for n in ("tokens", "loss_mask", "logprobs"))
-    plain = {
-        name: columns[name].to_pylist()
-        for name in SCHEMA.names
-        if name in columns and name not in ("tokens", "loss_mask", "logprobs")
-    }
+def _rows(columns: Mapping[str, pa.Array]) -> list[Trajectory]:
+    arrays = [_views(name, columns[name]) for name in _ARRAYS]
+    names = [name for name in _Plain.__annotations__ if name in columns]
+    plain = msgspec.convert(
+        [
+            {name: value for name, value in zip(names, row, strict=True) if value is not None}
+            for row in zip(*(columns[name].to_pylist() for name in names), strict=True)
+        ],
+        list[_Plain],
+    )
     rows = []
-    for i in range(num_rows):
-        values = {name: column[i] for name, column in plain.items() if column[i] is not None}
-        values["segments"] = tuple(Segment(**s) for s in values.get("segments", ()))
-        values["rewards"] = tuple(
-            (r["token"], r["value"], r["name"]) for r in values.get("rewards", ())
-        )
-        values["origin"] = Origin(**values["origin"])
+    for tokens, mask, logprobs, found in zip(*arrays, plain, strict=True):
+        values: dict[str, Any] = {"segments": (), **found}
+        values["rewards"] = tuple((r.token, r.value, r.name) for r in found.get("rewards", ()))
         for name in ("reward_parts", "metadata"):
             values[name] = dict(values.get(name, ()))
-        rows.append(
-            Trajectory(tokens=tokens[i], loss_mask=masks[i], logprobs=logprobs[i], **values)
-        )
+        rows.append(Trajectory(tokens=tokens, loss_mask=mask, logprobs=logprobs, **values))
     return rows
