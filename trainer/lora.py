@@ -3,7 +3,7 @@ W + scale * B @ A leaves, whose A and B alone are trained and published.
 
     add_adapters ─▶ Adapted ─▶ named_parameters, plan    what is trained and published
                             ─▶ disabled                  the initial policy: no second model
-                            ─▶ save_pretrained           merged: a plain model, no adapters
+                            ─▶ merged_parameters         what a plain model of the same policy has
 
 The model is changed in place and stays of its class. With B zero it begins as what it was.
 """
@@ -14,7 +14,6 @@ import contextlib
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -67,7 +66,8 @@ class Adapted:
     def merged_parameters(
         self, gather: weights.Gather = nullcontext
     ) -> Iterator[tuple[str, Tensor]]:
-        """The plain model's parameters by their own names, tied ones once. Where they are cut over
+        """The plain model's parameters by their own names, tied ones once; the same bits each time
+        and in each engine that has the adapters. Where they are cut over
         ranks, all ranks go through this, and each is whole until the next is asked for."""
         adapters = dict(self.named_parameters())
         for inner, parameter in self._model.named_parameters():
@@ -81,15 +81,6 @@ class Adapted:
             else:
                 with gather([parameter, a_RI, b_OR]):
                     yield name, merged(parameter, a_RI, b_OR, self.scale)
-
-    def save_pretrained(self, folder: Path, gather: weights.Gather = nullcontext) -> None:
-        """The merged model as a Hugging Face folder; the same bits each time."""
-        state = {name: tensor.cpu() for name, tensor in self.merged_parameters(gather)}
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        for name, tensor in self._model.state_dict().items():
-            if name not in parameters:
-                state[name] = tensor
-        self._model.save_pretrained(folder, state_dict=state)
 
 
 def add_adapters(model: Any, lora: Lora, seed: int) -> Adapted:

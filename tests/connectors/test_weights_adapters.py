@@ -27,6 +27,7 @@ from connectors.weights import (
     shapes_of,
 )
 from connectors.weights.adapters import merged
+from connectors.weights.base import ModelFolder
 from connectors.weights.wire import DigestMismatch, PlanRefused
 from tests.connectors.weights_reader import request_for
 
@@ -261,3 +262,46 @@ def test_only_the_trainer_that_sent_adapters_can_name_their_digest_again() -> No
     assert (engine.receiver.version, engine.receiver.digest) == (Version(0, 2), "")
     engine.load(taken, epoch=2)
     assert engine.receiver.digest == taken.digest
+
+
+# ------------------------------------------------------------------------------- the model's folder
+def test_a_folder_gives_its_weights_whichever_file_holds_them(tmp_path: Path) -> None:
+    whole = weights(0)
+    for file, names in (("1", ("up", "bias")), ("2", ("norm", "down"))):
+        save_file({name: whole[name] for name in names}, tmp_path / f"{file}.safetensors")
+    index = {
+        "weight_map": {name: f"{1 + (name in ('norm', 'down'))}.safetensors" for name in whole}
+    }
+    (tmp_path / "model.safetensors.index.json").write_bytes(msgspec.json.encode(index))
+
+    folder = ModelFolder(tmp_path)
+    assert folder.digest(whole, torch.float32) == BASE
+    halved = {name: tensor.bfloat16() for name, tensor in whole.items()}
+    own = digest(halved, plan(shapes_of(halved), torch.bfloat16))
+    assert folder.digest(whole, torch.bfloat16) == own
+
+
+def test_what_a_folder_does_not_hold_is_refused(folder: Path) -> None:
+    with pytest.raises(PlanRefused, match="no base weights 'lm_head' for adapters"):
+        ModelFolder(folder).tensor("lm_head", torch.float32)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(PlanRefused, match=r"no base weights .*model\.safetensors"):
+        ModelFolder(folder)
+    (folder / "model.safetensors").write_bytes(b"{")
+    with pytest.raises(PlanRefused, match="no base weights"):
+        ModelFolder(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_folder_gives_all_of_a_model_with_adapters(folder: Path, dtype: torch.dtype) -> None:
+    found = dict(
+        ModelFolder(folder).with_adapters(
+            Adapters(SCALE, BASE), adapters(1).items(), dtype, torch.device("cpu")
+        )
+    )
+
+    assert found.keys() == dict(SHAPES).keys()
+    for name, tensor in expected(adapters(1)).items():
+        assert found[name].dtype == dtype
+        error = 2.0**-7 if dtype == torch.bfloat16 else 1e-6
+        assert torch.allclose(found[name].double(), tensor, rtol=error, atol=error)

@@ -138,11 +138,14 @@ def test_disabled_it_computes_as_before_and_a_graph_made_outside_stays_good(
 
 
 # -------------------------------------------------------------------------------------- the export
+def export(model: Any, adapted: Adapted, folder: Path) -> None:
+    model.save_pretrained(folder, state_dict=dict(adapted.merged_parameters()))
+
+
 def test_the_export_is_a_plain_model_that_computes_the_same(
     folder: Path, model: Any, tmp_path: Path
 ) -> None:
-    adapted = trained(model)
-    adapted.save_pretrained(tmp_path / "merged")
+    export(model, trained(model), tmp_path / "merged")
     loaded(folder).save_pretrained(tmp_path / "plain")
 
     files = sorted(path.name for path in (tmp_path / "plain").iterdir())
@@ -159,12 +162,12 @@ def test_the_export_is_a_plain_model_that_computes_the_same(
 def test_an_export_has_the_same_bits_each_time_and_the_base_models_without_training(
     folder: Path, model: Any, tmp_path: Path
 ) -> None:
-    untouched = add_adapters(loaded(folder), LORA, seed=0)
-    untouched.save_pretrained(tmp_path / "0")
+    untouched = loaded(folder)
+    export(untouched, add_adapters(untouched, LORA, seed=0), tmp_path / "0")
     loaded(folder).save_pretrained(tmp_path / "plain")
     adapted = trained(model)
-    adapted.save_pretrained(tmp_path / "1")
-    adapted.save_pretrained(tmp_path / "2")
+    export(model, adapted, tmp_path / "1")
+    export(model, adapted, tmp_path / "2")
 
     def same(one: str, other: str) -> bool:
         paths = [tmp_path / each / "model.safetensors" for each in (one, other)]
@@ -182,7 +185,7 @@ def test_an_engine_makes_of_the_adapters_the_bits_that_are_exported(
 ) -> None:
     model, served = loaded(folder, dtype), loaded(folder, dtype)
     adapted = trained(model)
-    adapted.save_pretrained(tmp_path)
+    export(model, adapted, tmp_path)
     receiver = WeightsReceiver(served.requires_grad_(False).named_parameters(), folder)
     taken = Snapshot.take(adapted.named_parameters(), adapted.plan(dtype))
     with receiver.loaded(request_for(taken)) as staged:
