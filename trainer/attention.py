@@ -159,14 +159,19 @@ def _attend_rows(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
+    value_size, size = value_EKD.shape[-1], query_EHD.shape[-1]
+    if value_size < size:  # kernels that take O(T) memory want one head size for all three
+        value_EKD = pad(value_EKD, (0, size - value_size))
     if query_EHD.is_cuda and query_EHD.dtype != torch.float32:
-        return _flash(query_EHD, key_EKD, value_EKD, rows, scaling, window)
-    # `split` goes back by one concatenation, a slice by filling a whole tensor with zeros.
-    queries, keys, values = (
-        torch.split(part, rows.lengths) for part in (query_EHD, key_EKD, value_EKD)
-    )
-    each_row = zip(queries, keys, values, strict=True)
-    return torch.cat([_attend_row(q, k, v, scaling, window) for q, k, v in each_row])
+        output_EHD = _flash(query_EHD, key_EKD, value_EKD, rows, scaling, window)
+    else:
+        # `split` goes back by one concatenation, a slice by filling a whole tensor with zeros.
+        queries, keys, values = (
+            torch.split(part, rows.lengths) for part in (query_EHD, key_EKD, value_EKD)
+        )
+        each_row = zip(queries, keys, values, strict=True)
+        output_EHD = torch.cat([_attend_row(q, k, v, scaling, window) for q, k, v in each_row])
+    return output_EHD[..., :value_size]
 
 
 def _flash(
@@ -178,11 +183,11 @@ def _flash(
     window: int | None,
 ) -> Tensor:
     """All rows at once."""
-    longest, value_size = max(rows.lengths), value_EKD.shape[-1]
+    longest = max(rows.lengths)
     output_EHD = varlen_attn(
         query_EHD,
         key_EKD,
-        pad(value_EKD, (0, query_EHD.shape[-1] - value_size)),  # one head size for all three
+        value_EKD,
         rows.starts_R,
         rows.starts_R,
         longest,
@@ -192,7 +197,7 @@ def _flash(
         enable_gqa=key_EKD.shape[1] != query_EHD.shape[1],
     )
     assert isinstance(output_EHD, Tensor)
-    return output_EHD[..., :value_size]
+    return output_EHD
 
 
 def _attend_row(

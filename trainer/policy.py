@@ -135,12 +135,14 @@ class PolicyModel(torch.nn.Module):
 
     @property
     def _head_VH(self) -> Tensor:
+        # Used outside its module's forward, so not gathered there under ZeRO-3: DeepSpeed notes, at
+        # the first such use within our forward, that this module needs it too.
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight
 
     @property
     def _num_ids(self) -> int:
-        return int(self._head_VH.shape[0])
+        return int(self.model.config.get_text_config().vocab_size)  # under ZeRO-3 weights are empty
 
     @property
     def _tolerance(self) -> float:
