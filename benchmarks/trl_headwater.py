@@ -37,14 +37,15 @@ POLICIES: Final[Mapping[str, dict[str, Any]]] = {
 PARTS: Final = ("wait", "logprobs", "update", "snapshot")
 """Of a manifest's `seconds/`."""
 PACKAGES: Final = ("torch", "transformers", "deepspeed")
-SETTINGS: Final = ("max_running", "num_threads", "max_tokens_per_microbatch")
 
 
 def example(workload: Workload) -> Path:
     return EXAMPLES / f"{workload.example}.toml"
 
 
-def setting(workload: Workload, system: str, seed: int, prompts: Path) -> Setting:
+def setting(
+    workload: Workload, system: str, seed: int, prompts: Path, overrides: Sequence[str] = ()
+) -> Setting:
     """What is set beside the example's own configuration."""
     reward = ["../benchmarks/trl_reward.py:slow"] if workload.is_slow else []
     return Setting(
@@ -62,6 +63,7 @@ def setting(workload: Workload, system: str, seed: int, prompts: Path) -> Settin
             f"trainer.learning_rate={workload.learning_rate}",
             f"checkpoint.every_steps={workload.num_steps}",  # after the last one
             "eval.every_versions=0",
+            *overrides,
         ),
     )
 
@@ -75,9 +77,10 @@ def run(
     prompts: Path,
     folder: Path,
     limit_s: float,
+    overrides: Sequence[str] = (),
 ) -> Run:
     """What staleness_runs.run raises, too."""
-    chosen = setting(workload, system, seed, prompts)
+    chosen = setting(workload, system, seed, prompts, overrides)
     with Processors(RunDir(folder)) as processors:
         began = time.time()
         record = staleness_runs.run(

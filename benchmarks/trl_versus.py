@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results, num_failed = Results(chosen.out), 0
     if not chosen.table:
         num_failed = execute(chosen, workloads, results)
-    show(list(results), workloads, chosen.out)
+    show([run for one in workloads for run in results.of(one)], workloads, chosen.out)
     return 1 if num_failed else 0
 
 
@@ -63,9 +63,10 @@ class Results:
     def __iter__(self) -> Iterator[Run]:
         yield from map(Run.read, self._text().splitlines())
 
-    def find(self, workload: str, system: str, seed: int) -> Run | None:
-        sought = (workload, system, seed)
-        return next((r for r in self if (r.workload, r.system, r.seed) == sought), None)
+    def of(self, workload: Workload) -> list[Run]:
+        """Those of as many steps."""
+        num_steps = workload.num_steps
+        return [r for r in self if (r.workload, len(r.ends_s)) == (workload.name, num_steps)]
 
     def add(self, run: Run) -> None:
         """A process that is killed leaves no half line."""
@@ -92,9 +93,9 @@ def execute(chosen: argparse.Namespace, workloads: Sequence[Workload], results: 
     """How many failed."""
     python = trl_venv.installed(chosen.venv)
     due = [
-        one
-        for one in plan(workloads, chosen.systems, chosen.seeds)
-        if results.find(one[0].name, one[1], one[2]) is None
+        (workload, system, seed)
+        for workload, system, seed in plan(workloads, chosen.systems, chosen.seeds)
+        if (system, seed) not in {(run.system, run.seed) for run in results.of(workload)}
     ]
     num_failed = 0
     for number, (workload, system, seed) in enumerate(due, start=1):
@@ -145,16 +146,18 @@ def one_run(
         found = trl_headwater.run(
             workload, system, seed,
             model=model, prompts=prompts, folder=folder, limit_s=chosen.limit_s,
+            overrides=chosen.overrides,
         )  # fmt: skip
     return replace(found, sleep_s=sleep_s or 0.0, load=load)
 
 
 def sleep_of(results: Results) -> float:
     """Seconds that a slow reward sleeps, on either side: see SLOWNESS."""
-    first = results.find("tiny", TRL, 0)
+    sought = ("tiny", TRL, 0)
+    first = next((r for r in results if (r.workload, r.system, r.seed) == sought), None)
     if first is None:
         raise MissingRun("a slow reward is as slow as TRL's run of `tiny`, seed 0, says: run that")
-    num_skipped = len(first.ends_s) * WORKLOADS["tiny"].num_skipped // WORKLOADS["tiny"].num_steps
+    num_skipped = WORKLOADS["tiny"].of_steps(len(first.ends_s)).num_skipped
     return round(SLOWNESS * rollout_s(first, num_skipped), 3)
 
 
@@ -203,12 +206,8 @@ def show(runs: Sequence[Run], workloads: Sequence[Workload], out: Path) -> None:
 
 # ------------------------------------------------------------------------------------ arguments
 def chosen_workloads(chosen: argparse.Namespace) -> list[Workload]:
-    """With --steps, shorter ones: a sixth of their steps, at least one, is left out."""
     found = [WORKLOADS[name] for name in chosen.workloads]
-    if chosen.steps is None:
-        return found
-    short = {"num_steps": chosen.steps, "num_skipped": max(1, chosen.steps // 6)}
-    return [replace(one, **short) for one in found]
+    return found if chosen.steps is None else [one.of_steps(chosen.steps) for one in found]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -226,6 +225,10 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--threads", type=int, default=os.cpu_count() or 1,
         help="of TRL, which takes all cores; on a busy machine one is faster than two",
+    )  # fmt: skip
+    found.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE",
+        help="of Headwater's runs, beside what is set here",
     )  # fmt: skip
     found.add_argument("--limit-s", type=float, default=900.0, help="of one run")
     found.add_argument("--table", action="store_true", help="run nothing")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,18 +39,23 @@ class Workload:
     def num_rows(self) -> int:
         return self.groups_per_step * self.group_size
 
+    def of_steps(self, num_steps: int) -> Workload:
+        """Shorter or longer, with as large a part left out."""
+        num_skipped = max(1, num_steps * self.num_skipped // self.num_steps)
+        return replace(self, num_steps=num_steps, num_skipped=num_skipped)
+
 
 _TINY: Final = Workload(
     name="tiny",
-    says="two layers of 128 sort five digits; a group's reward is instant",
+    says="two layers, 128 wide, sort five digits; the reward is instant",
     example="quickstart",
     task="sort",
     groups_per_step=16,
     group_size=8,
     max_tokens=12,
     learning_rate=3e-4,
-    num_steps=60,
-    num_skipped=10,
+    num_steps=40,
+    num_skipped=8,
     target=1.5,
 )
 WORKLOADS: Final = {
@@ -61,7 +66,9 @@ WORKLOADS: Final = {
             **{
                 **asdict(_TINY),
                 "name": "slow",
-                "says": f"the same, each reward sleeps {SLOWNESS:g} x TRL's rollout of `tiny`",
+                "says": f"the same; each reward sleeps {SLOWNESS:g} x TRL's rollout of `tiny`",
+                "num_steps": 30,
+                "num_skipped": 6,
                 "target": 0.5,
                 "is_slow": True,
             }
@@ -75,7 +82,7 @@ WORKLOADS: Final = {
             group_size=8,
             max_tokens=8,
             learning_rate=1e-5,
-            num_steps=8,
+            num_steps=6,
             num_skipped=2,
             target=1.0,
         ),
