@@ -29,7 +29,6 @@ from tests.test_docs import ROOT
 from tests.trainer.groups import trainable_group
 from tests.trainer.test_loop import played_manifests
 from trainer.alerts import alerts, subject
-from trainer.logprobs import PolicyModel
 
 NUM_STEPS = 3
 AGES = {Version(0, 1): 2, Version(0, 2): 1, Version(0, 3): 0}
@@ -52,17 +51,15 @@ def steps(config: Config, tiny_model_path: Path) -> list[Recorded]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
-    policy = PolicyModel(model, config.sampling.temperature)
     rng = np.random.default_rng(0)
     versions = list(AGES)
 
     def sampled(row: Trajectory, version: Version) -> Trajectory:
-        tokens, mask = (
-            torch.from_numpy(a.astype(np.int64))[None] for a in (row.tokens, row.loss_mask)
-        )
+        tokens = torch.from_numpy(row.tokens.astype(np.int64))
         with torch.no_grad():
-            logprobs, _ = policy(tokens, torch.arange(len(row.tokens))[None], mask != 0)
-        noisy = logprobs[0].numpy() + rng.normal(0, 0.1, len(row.tokens)).astype(np.float32)
+            scores = model(tokens[None]).logits[0, :-1] / config.sampling.temperature
+        logprobs = torch.log_softmax(scores, -1).gather(1, tokens[1:, None])[:, 0].numpy()
+        noisy = np.append(0, logprobs) + rng.normal(0, 0.1, len(row.tokens))
         return replace(
             row,
             logprobs=np.where(row.loss_mask != 0, noisy, np.nan).astype(np.float32),

@@ -221,7 +221,7 @@ def test_a_stall_of_the_trainer_before_is_over_before_its_steps_are_executed_aga
         raise RuntimeError("it executes steps again")
 
     monkeypatch.setattr(loop, "recover", recover)
-    monkeypatch.setattr(loop, "training_engine", lambda config: StepLog(cluster))
+    monkeypatch.setattr(loop.gang, "engine", lambda *of_run: closing(StepLog(cluster)))
     table = {
         "run": {"dir": str(tmp_path), "namespace": cluster.namespace},
         "kafka": {"bootstrap_servers": cluster.bootstrap_servers},

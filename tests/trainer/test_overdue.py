@@ -96,6 +96,7 @@ class WrittenDown:
     """In place of an engine: what it was to train."""
 
     tracker = TrackerState()
+    max_tokens, num_shares = 1000, 1
 
     def step(
         self,
@@ -104,8 +105,7 @@ class WrittenDown:
         advantages: Any,
         seed: int,
         trainer: Trainer,
-        *,
-        measure_drift: bool,
+        **named: Any,
     ) -> StepResult:
         self.rows, self.advantages = rows, [a.tolist() for a in advantages]
         return StepResult(metrics={}, skipped=None, seconds={}, master_changed=True)
