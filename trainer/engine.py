@@ -20,7 +20,6 @@ seed) for a given `environment()`: equal inputs give equal bits.
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -56,6 +55,7 @@ from trainer.forward import Forwards
 from trainer.lora import add_adapters
 from trainer.packing import check_assignment
 from trainer.policy import PolicyModel, load_policy
+from trainer.pretrained import save_whole
 from trainer.shares import Call, Origin, Share
 from trainer.state_copy import StateCopy
 from trainer.step_metrics import Tally, row_metrics
@@ -63,10 +63,6 @@ from trainer.step_metrics import Tally, row_metrics
 ADAPTERS_SEED: Final = 0
 """What adapters are drawn from: the same in each run."""
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_TOKENIZER_FILES: Final = (
-    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
-    "chat_template*", "generation_config.json",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,12 +254,12 @@ class TrainingEngine:
         if measure_drift:
             drift = self._drift(forwards, first[0]) if tally.num_applied else 0.0
             tally.metrics["kl/update"] = drift
-        tally.merge(self._of_shares(tally.part()))
+        tally.merge(self._world.each(tally.part())[:: self._trainer.sequence_parallel])
         return StepResult(
             metrics=tally.summary() | {"learning_rate": float(self._engine.get_lr()[0])},
             skipped=None if tally.num_applied else "nan_gradient",
             seconds=tally.seconds,
-            master_changed=self._sum(float(self._master_digest() != before)) > 0,
+            master_changed=self._world.sum(float(self._master_digest() != before)) > 0,
             drift=drift,
         )
 
@@ -281,7 +277,7 @@ class TrainingEngine:
             self._engine.backward(loss * self._world.num_ranks)
             tally.seconds["update"] += time.perf_counter() - started
         started = time.perf_counter()
-        total = self._sum(total) / self._trainer.sequence_parallel
+        total = self._world.sum(total) / self._trainer.sequence_parallel
         applied = math.isfinite(total)
         if applied:
             self._engine.step()
@@ -294,23 +290,7 @@ class TrainingEngine:
 
     def _drift(self, forwards: Forwards, indices: Sequence[int]) -> float:
         total, num = forwards.drift(indices)
-        return self._sum(total) / self._sum(num)
-
-    def _sum(self, number: float) -> float:
-        """Over all ranks."""
-        if self._world.num_ranks == 1:
-            return number
-        total = torch.tensor(number, dtype=torch.float64, device=self._device)
-        dist.all_reduce(total)
-        return float(total)
-
-    def _of_shares(self, part: Any) -> list[Any]:
-        """What one rank of each share says."""
-        if self._world.num_ranks == 1:
-            return [part]
-        found: list[Any] = [None] * self._world.num_ranks
-        dist.all_gather_object(found, part)
-        return found[:: self._trainer.sequence_parallel]
+        return self._world.sum(total) / self._world.sum(num)
 
     def _reference(self, settings: configuration.Trainer) -> PolicyModel | None:
         """The initial model, in memory from the first step on whose loss measures from it; what
@@ -403,20 +383,11 @@ class TrainingEngine:
     def save_pretrained(self, folder: Path) -> None:
         """The model, adapters merged, and its tokenizer as a Hugging Face folder, by rank 0."""
         self._tell(shares.Pretrained(str(folder)))
-        model, is_first = self._engine.module.model, self._world.rank == 0
+        model = self._engine.module.model
         parameters: Iterable[tuple[str, Tensor]] = model.named_parameters()
         if self._adapted is not None:
             parameters = self._adapted.merged_parameters(zero.gathered)
-        whole = {}
-        for name, parameter in parameters:
-            with zero.gathered([parameter]):
-                if is_first:
-                    whole[name] = parameter.detach().cpu().clone()
-        if is_first:
-            model.save_pretrained(folder, state_dict=whole)
-            for pattern in _TOKENIZER_FILES:
-                for file in self._path.glob(pattern):
-                    shutil.copy(file, folder)
+        save_whole(model, parameters, self._path, folder, by_this_rank=self._world.rank == 0)
 
     # ------------------------------------------------------------------------------- environment
     def environment(self) -> dict[str, str]:

@@ -72,6 +72,7 @@ class Forwards:
             if not indices:
                 return 0.0 * (logprobs_N.sum() + entropy_N.sum())
             found, metrics = self._policy_loss(packed, logprobs_N, start_N, entropy_N, reference_N)
+            metrics["num_computed"] = float(len(packed.tokens_P))
             gap_N = None
             if start_N is not None and self.settings.source is None:
                 gap_N = start_N - packed.behaviour_logprobs_N

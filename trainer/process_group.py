@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 os.environ.setdefault(
     "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
@@ -49,6 +49,22 @@ class World:
     def device(self) -> torch.device:
         """Its own."""
         return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else CPU
+
+    def sum(self, number: float) -> float:
+        """Of what each rank gives; all call it."""
+        if self.num_ranks == 1:
+            return number
+        total = torch.tensor(number, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return float(total)
+
+    def each(self, thing: Any) -> list[Any]:
+        """What each rank gives, by rank; all call it."""
+        if self.num_ranks == 1:
+            return [thing]
+        found: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(found, thing)
+        return found
 
 
 ALONE: Final = World()

@@ -90,6 +90,8 @@ class Tally:
             found["grad_norm"] = sum(self._grad_norms) / len(self._grad_norms)
         if len(self._losses) > 1:
             found["minibatches/skipped"] = float(len(self._losses) - self.num_applied)
+        if "num_computed" in sums:
+            found["tokens/computed"] = sums["num_computed"]
         for name, summed in (("entropy", "sum_entropy"), ("kl/reference", "sum_kl_reference")):
             if summed in sums:
                 found[name] = sums[summed] / num
