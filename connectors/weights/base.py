@@ -6,7 +6,7 @@ engine's live parameters, so that every version is made of W0 and never of the v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def check_base(adapters: Adapters, digest: str) -> None:
 
 class BaseWeights:
     """Of the live parameters `live`, whose digest at the start is `digest`. `folder` is where they
-    came from, None when nobody knows. For one thread at a time."""
+    came from, None when nobody knows. Nobody writes to them while one of its methods runs."""
 
     def __init__(self, live: Mapping[str, Tensor], digest: str, folder: Path | None) -> None:
         self._live, self._digest, self._folder = live, digest, folder
@@ -104,30 +104,30 @@ class BaseWeights:
                     f"{self._digest}, and whole ones have come over them since"
                 )
 
-    def overwrite(self) -> None:
-        """Whole weights are about to come."""
-        self._kept.clear()
-        self._overwritten = True
-
-    def with_adapters(
-        self, adapters: Adapters, named: Iterable[tuple[str, Tensor]]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """What to write into which live parameter, each before the next is asked for, so that they
-        are W0 with the adapters `named`, and nothing else, whatever they are now."""
-        parts = dict(pairs(named))
+    def originals(self, targets: Collection[str]) -> dict[str, Tensor]:
+        """W0 of `targets`, and of every other parameter that may not be W0 now: all that is to be
+        written for adapters of the targets. Nobody may write to them."""
         folder = self._read() if self._overwritten else None
         for name, live in self._live.items():
-            if name in parts:
-                if name not in self._kept:
-                    found = live.detach() if folder is None else folder.tensor(name, live.dtype)
-                    self._kept[name] = found.to(live.device, copy=True)
-                yield name, merged(self._kept[name], *parts[name], adapters.scale)
-            elif name in self._kept:
-                yield name, self._kept[name]
-                del self._kept[name]
-            elif folder is not None:
-                yield name, folder.tensor(name, live.dtype)
+            if name in targets and name not in self._kept:
+                found = live.detach() if folder is None else folder.tensor(name, live.dtype)
+                self._kept[name] = found.to(live.device, copy=True)
+        if folder is None:
+            return dict(self._kept)
+        return {
+            name: self._kept[name] if name in self._kept else folder.tensor(name, live.dtype)
+            for name, live in self._live.items()
+        }
+
+    def added(self, targets: Collection[str]) -> None:
+        """Adapters of `targets` are in, and all else is W0."""
+        self._kept = {name: self._kept[name] for name in targets}
         self._overwritten = False
+
+    def overwrite(self) -> None:
+        """Whole weights are about to come."""
+        self._kept = {}
+        self._overwritten = True
 
     @property
     def _dtype(self) -> torch.dtype:

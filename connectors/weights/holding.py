@@ -90,7 +90,7 @@ class Holding:
     def began(self, turn: int) -> None:
         """Bytes may come from now on. UpdateAborted when a later turn began."""
         with self.lock:
-            self._require(turn)
+            self.require(turn)
             self._under_way = True
 
     def touched(self, turn: int) -> None:
@@ -103,7 +103,7 @@ class Holding:
         """A whole version is in; `added`: as adapters. UpdateAborted as `began`: then none is
         held."""
         with self.lock:
-            self._require(turn)
+            self.require(turn)
             self._under_way = False
             self._version, self._digest, self._added = version, digest, added
         return Ack(version=version, digest=digest)
@@ -114,7 +114,8 @@ class Holding:
             if self._turn == turn:
                 self.begin_turn()
 
-    def _require(self, turn: int) -> None:
+    def require(self, turn: int) -> None:
+        """UpdateAborted when a later turn began."""
         if self._turn != turn:
             raise UpdateAborted("called off: a newer update or trainer came")
 

@@ -3,10 +3,10 @@ group it joined or from the trainer's memory, and installs it between two decode
 
     join     blocks until the group is whole                        any thread but the decode loop's
     receive  blocks until the bytes are in, apart from the model,   any thread but the decode loop's
-             and their digest is the announced one
+             and their digest is the announced one; adapters
+             are merged with what the engine started with
     loaded   the same of bytes that lie in the trainer's memory     any thread but the decode loop's
-    apply    copies them into the parameters, or adds what are      the decode loop, between steps
-             adapters to what the engine started with
+    apply    copies them into the parameters                        the decode loop, between steps
     relabel, fence  at once                                         any thread
 
 Which version is held, and whose word counts, is `Holding`'s.
@@ -15,7 +15,7 @@ Which version is held, and whose word counts, is `Holding`'s.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from connectors.records import Version
+from connectors.weights.adapters import merged, pairs
 from connectors.weights.base import BaseWeights
 from connectors.weights.group import Group, GroupBroken
 from connectors.weights.holding import Holding
@@ -48,11 +49,14 @@ from connectors.weights.wire import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Staged:
-    """A whole verified version, not yet installed."""
+    """A whole verified version, not yet installed: `parameters` are those to write. `targets`: the
+    ones that adapters change; None for whole weights."""
 
     request: UpdateRequest | LoadRequest
     snapshot: Snapshot
     turn: int
+    parameters: Mapping[str, Tensor]
+    targets: Collection[str] | None
 
 
 class WeightsReceiver:
@@ -146,7 +150,11 @@ class WeightsReceiver:
         if got != request.digest:
             holding.lose(turn)
             raise DigestMismatch(f"received {got}, announced as {request.digest}")
-        return Staged(request, Snapshot(layout, buckets, got), turn)
+        try:
+            return self._staged(request, Snapshot(layout, buckets, got), turn)
+        except PlanRefused:
+            holding.lose(turn)
+            raise
 
     def _await_start(
         self, group: Group, request: UpdateRequest, turn: int, deadline: float
@@ -171,7 +179,22 @@ class WeightsReceiver:
             turn = holding.begin_turn(keep_group=True)
         with reading(request) as buckets:
             check(buckets, request, lambda: not holding.is_current(turn))
-            yield Staged(request, Snapshot(request.plan, buckets, request.digest), turn)
+            yield self._staged(request, Snapshot(request.plan, buckets, request.digest), turn)
+
+    def _staged(
+        self, request: UpdateRequest | LoadRequest, snapshot: Snapshot, turn: int
+    ) -> Staged:
+        """UpdateAborted when a later turn began; PlanRefused when the base weights are gone."""
+        adapters = snapshot.plan.adapters
+        if adapters is None:
+            return Staged(request, snapshot, turn, dict(snapshot.named_tensors()), None)
+        parts = dict(pairs(snapshot.named_tensors()))
+        with self._holding.lock:
+            self._holding.require(turn)
+            parameters = self._base.originals(parts.keys())
+        for name, (a_RI, b_OR) in parts.items():
+            parameters[name] = merged(parameters[name], a_RI, b_OR, adapters.scale)
+        return Staged(request, snapshot, turn, parameters, parts.keys())
 
     def apply(self, staged: Staged, write: Callable[[str, Tensor], None] | None = None) -> Ack:
         """Installs what was received: `write(name, tensor)` for each parameter that it changes, by
@@ -181,24 +204,20 @@ class WeightsReceiver:
         with holding.lock:
             holding.admit(request.epoch)
             holding.touched(staged.turn)
+            if staged.targets is None:
+                self._base.overwrite()
             with torch.no_grad():
-                for name, tensor in self._whole(staged.snapshot):
+                for name, tensor in staged.parameters.items():
                     if write is None:
                         self._parameters[name].copy_(tensor)
                     else:
                         write(name, tensor)
+            if staged.targets is not None:
+                self._base.added(staged.targets)
             if isinstance(request, UpdateRequest):
                 self._spare = list(staged.snapshot.buckets)
-            added = staged.snapshot.plan.adapters is not None
+            added = staged.targets is not None
             return holding.hold(staged.turn, request.version, request.digest, added=added)
-
-    def _whole(self, snapshot: Snapshot) -> Iterator[tuple[str, Tensor]]:
-        """Of adapters, what they make of the weights that the engine started with."""
-        adapters, named = snapshot.plan.adapters, snapshot.named_tensors()
-        if adapters is not None:
-            return self._base.with_adapters(adapters, named)
-        self._base.overwrite()
-        return named
 
     # -------------------------------------------------------------------------------- at once
     def relabel(self, request: RelabelRequest) -> Ack:
