@@ -167,10 +167,8 @@ def _open(start: Start) -> tuple[Engine, Read]:
     reader = Reader(start.cluster, source(config, start.cluster).topic("trajectories"), {})
 
     def read(records: Sequence[Coordinate]) -> list[Group]:
-        return [
-            decode_group(reader.read_at(one.partition, one.offset).value, one.crc)
-            for one in records
-        ]
+        # What matters of them is compared with what rank 0 read, share by share.
+        return [decode_group(reader.read_at(one.partition, one.offset).value) for one in records]
 
     return engine, read
 

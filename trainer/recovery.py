@@ -27,6 +27,7 @@ from connectors.kafka.client import Cluster, Reader
 from connectors.kafka.tail import PolicyTail
 from connectors.records import Announcement, Fork, Manifest, Version
 from operators.staleness.types import StalenessPolicy
+from trainer import written_by
 from trainer.accounts import LedgerBroken
 from trainer.checkpoint import CheckpointStore, CorruptCheckpoint
 from trainer.checkpoint_meta import CheckpointMeta, kept_on_chain
@@ -71,7 +72,7 @@ def recover(
 ) -> Recovered:
     """Opens this trainer's epoch and brings `engine` to the last step on the chain.
     ReexecutionDiffers when a step gives other weights than it did in an equal environment, or its
-    records are not those it trained."""
+    records are not those it trained; ConfigError when the checkpoint is of other ranks."""
     found = _newest(store, steps.chain())
     _check_log(store, steps.chain())
     epoch = steps.begin(found.meta.step if found else 0)
@@ -80,7 +81,7 @@ def recover(
         epoch = steps.begin(found.meta.step if found else 0)
     chain = steps.chain()
     if found is not None:
-        engine.load(found.folder)
+        found.load(engine)
         log.info("loaded the checkpoint of step %d", found.meta.step)
     start = found.meta.step if found else 0
     _check_start(engine, chain, start)
@@ -153,6 +154,10 @@ class _Found:
     folder: Path
     meta: CheckpointMeta
 
+    def load(self, engine: TrainingEngine) -> None:
+        written_by.check(self.folder, engine.environment(), self.meta.step)
+        engine.load(self.folder)
+
 
 def load_newest(
     store: CheckpointStore, engine: TrainingEngine, chain: Chain, at_most: int | None = None
@@ -162,7 +167,7 @@ def load_newest(
     found = _newest(store, chain, at_most)
     if found is None:
         return None
-    engine.load(found.folder)
+    found.load(engine)
     return found.meta
 
 

@@ -4,20 +4,22 @@
                                                         └──▶ thread: write, fsync, rename, retire
 
 There is one copy, so its memory is bounded; a save that is due while the one before still runs
-waits for it. What a save fails of is raised by the next call.
+waits for it. What a save fails of is raised by the next call. Of several ranks, each copies and
+writes its own part; this is of rank 0, whose thread waits for the files of all.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Final, Protocol
 
 from connectors.kafka.client import Cluster, Reader
 from connectors.kafka.parsed import parsed
 from connectors.records import Begin, StepRecord
+from trainer import written_by
 from trainer.checkpoint import CheckpointStore
 from trainer.state_copy import StateCopy
 
@@ -27,6 +29,8 @@ CLOSE_S: Final = 45.0
 
 class Engine(Protocol):
     def capture(self, into: StateCopy | None = None) -> StateCopy: ...
+
+    def environment(self) -> Mapping[str, str]: ...
 
 
 class Saver:
@@ -59,6 +63,7 @@ class Saver:
         started = time.perf_counter()
         self.wait()
         self._engine.capture(into=self._copy)
+        written_by.note(self._copy, self._engine.environment())
         self._thread = threading.Thread(
             target=self._write, args=(step, meta), name="saver", daemon=True
         )

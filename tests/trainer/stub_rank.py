@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from connectors.config import Config, parse
 from connectors.kafka.client import Cluster
 from connectors.records import Coordinate, Group
 from connectors.signals import stop_on_signals
+from trainer.checkpoint import CheckpointStore
 from trainer.rank_line import Start
 from trainer.state_copy import StateCopy
 from trainer.worker import main
@@ -86,10 +89,10 @@ class StubEngine:
 
 
 class _Slow(StateCopy):
-    """Written only once there is a file `go` beside, where there is one `slow`."""
+    """Where there is a file `slow`, it is not written before that goes."""
 
     def write(self, folder: Path) -> None:
-        while (folder / "slow").exists() and not (folder / "go").exists():
+        while any((above / "slow").exists() for above in (folder, *folder.parents)):
             time.sleep(0.01)
         super().write(folder)
 
@@ -120,7 +123,39 @@ def lead(how: str, folder: Path) -> None:
     print(*(rank.process.returncode for rank in ranks._ranks.values()), flush=True)
 
 
+def save(stage: str, victim: int, folder: Path) -> None:
+    """Checkpoints 1 and 2 of three ranks. When the second one is at `stage`, or while the others
+    are `writing`, the rank `victim` is killed with -9."""
+    from trainer import gang, shares
+
+    ranks = gang.Gang(config(3), NO_LOG, lambda rank: folder / f"{rank}.log", program=PROGRAM)
+    ranks.wait_ready()
+
+    def kill() -> None:
+        os.kill(ranks._ranks[victim].process.pid if victim else os.getpid(), signal.SIGKILL)
+
+    def at(reached: str) -> None:
+        if step == 2 and stage == "writing" and reached == "staged":
+            (folder / "slow").touch()
+            threading.Timer(0.2, kill).start()
+        elif step == 2 and reached == stage:
+            kill()
+
+    store = CheckpointStore(folder / "store", at=at)
+    store.clean()
+    state = StateCopy(ranks.write)
+    with closing(ranks), ranks.watched():
+        for step in (1, 2):
+            ranks.tell(shares.Capture())
+            state.clear()
+            state.add("rank_0.pt", {"told": torch.tensor(step - 1)})
+            store.save(step, state.write, b"")
+
+
 if __name__ == "__main__":
     if sys.argv[1].isdigit():
         sys.exit(main(int(sys.argv[1]), _open))
-    lead(sys.argv[1], Path(sys.argv[2]))
+    if sys.argv[1] == "save":
+        save(sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
+    else:
+        lead(sys.argv[1], Path(sys.argv[2]))

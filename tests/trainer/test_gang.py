@@ -18,6 +18,7 @@ import torch
 
 from tests.trainer.stub_rank import NO_LOG, PROGRAM, config
 from trainer import gang as gang_module
+from trainer.checkpoint import CheckpointStore
 from trainer.gang import Gang, RankDied
 from trainer.shares import Capture, Digest, Load, Pretrained, Take
 
@@ -145,9 +146,10 @@ def test_a_rank_that_does_not_write_in_time_is_named(
     with pytest.raises(RuntimeError, match="rank 1 has not written in 0 s"):
         gang.write(tmp_path)()
     monkeypatch.undo()
-    (tmp_path / "go").touch()  # its answer comes late, and is not that of the next write
+    (tmp_path / "slow").unlink()  # its answer comes late, and is not that of the next write
+    (tmp_path / "file").write_text("no folder")
     with pytest.raises(RuntimeError, match=r"rank 1: .*Error"):
-        gang.write(tmp_path / "slow")()
+        gang.write(tmp_path / "file")()
 
 
 def test_a_rank_that_is_killed_while_it_writes_fails_the_write(
@@ -160,6 +162,26 @@ def test_a_rank_that_is_killed_while_it_writes_fails_the_write(
     process(gang).kill()
     with pytest.raises(RankDied, match="SIGKILL"):
         wait_written()
+
+
+@pytest.mark.parametrize(
+    ("stage", "victim", "last"),
+    [("writing", 0, 1), ("writing", 2, 1), ("written", 0, 1), ("published", 0, 2)],
+)
+def test_a_kill_at_any_stage_of_a_save_leaves_the_last_checkpoint_whole(
+    stage: str, victim: int, last: int, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-P", "-m", PROGRAM, "save", stage, str(victim), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if victim == 0:
+        assert done.returncode == -signal.SIGKILL, done.stderr
+    else:
+        assert "RankDied: rank 2 of the trainer was ended by SIGKILL" in done.stderr
+    store = CheckpointStore(tmp_path / "store")
+    store.clean()
+    assert store.newest() == last
+    folder, _ = store.read(last)
+    assert [int(torch.load(folder / f"rank_{k}.pt")["told"]) for k in range(3)] == [last - 1] * 3
 
 
 # ---------------------------------------------------------------------------------------- errors

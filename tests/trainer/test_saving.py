@@ -4,15 +4,17 @@ is waited for where it must be."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from connectors.config import ConfigError
 from connectors.kafka.client import Cluster
 from connectors.kafka.topics import ensure_topics
 from tests.trainer.training import open_engine, train
+from trainer import written_by
 from trainer.checkpoint import CheckpointFailed, CheckpointStore
 from trainer.engine import TrainingEngine
 from trainer.saving import Fence, Saver
@@ -31,6 +33,9 @@ class Numbers:
         captured.clear()
         captured.add("state.pt", {"n": self.state})
         return captured
+
+    def environment(self) -> dict[str, str]:
+        return {"ranks": "1", "zero_stage": "2", "dtype": "float32"}
 
 
 class Gate:
@@ -95,6 +100,39 @@ def test_a_failed_save_is_raised_at_the_next_call(tmp_path: Path) -> None:
         with pytest.raises(CheckpointFailed):
             again()
     saver.close()  # says nothing more
+
+
+def test_a_checkpoint_of_other_ranks_or_stage_is_refused_in_words_of_the_configuration(
+    tmp_path: Path,
+) -> None:
+    store, engine = CheckpointStore(tmp_path), Numbers()
+    saver = Saver(store, engine)
+    saver.save(7, b"")
+    saver.wait()
+    folder, _ = store.read(7)
+    here = engine.environment()
+    written_by.check(folder, here, 7)
+    with pytest.raises(ConfigError) as refused:
+        written_by.check(folder, here | {"ranks": "4", "zero_stage": "3"}, 7)
+    assert str(refused.value).startswith(
+        "the checkpoint of step 7 was saved with trainer.num_ranks = 1, trainer.zero_stage = 2; "
+        "this configuration says trainer.num_ranks = 4, trainer.zero_stage = 3"
+    )
+
+
+def test_what_others_captured_is_written_with_it_and_waited_for(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def others(folder: Path) -> Callable[[], None]:
+        seen.append("begun")
+        return lambda: seen.append(f"waited for {sorted(f.name for f in folder.iterdir())}")
+
+    copy = StateCopy(others)
+    copy.add("x.pt", torch.zeros(2))
+    copy.add_text("note.json", "{}")
+    copy.write(tmp_path)
+    assert seen == ["begun", "waited for ['note.json', 'x.pt']"]
+    assert (tmp_path / "note.json").read_text() == "{}"
 
 
 def test_what_follows_a_save_runs_after_it_and_its_failure_is_raised_too(tmp_path: Path) -> None:
