@@ -175,7 +175,7 @@ def serve_engine(config: Config, run_dir: RunDir, name: str, port: int = 0) -> N
     for wrong `engine.options`, RuntimeError when the decoder dies."""
     decoder, weights = _parts(config)
     server = EngineServer(decoder, weights, max_running=config.engine.max_running)
-    asyncio.run(_serve(server, run_dir, name, port))
+    asyncio.run(serve(server, run_dir, name, port))
 
 
 def _parts(config: Config) -> tuple[Decoder, Weights]:
@@ -188,7 +188,7 @@ def _parts(config: Config) -> tuple[Decoder, Weights]:
     return build_hf(config)
 
 
-async def _serve(server: EngineServer, run_dir: RunDir, name: str, port: int) -> None:
+async def serve(server: EngineServer, run_dir: RunDir, name: str, port: int) -> None:
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[str | None] = loop.create_future()
 
