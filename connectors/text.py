@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from connectors.config import ConfigError
 from connectors.records import Prompt
 
@@ -117,11 +120,14 @@ class Text:
         """Ids of `text`, no special token added (special tokens written in it are recognised)."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+    def decode(self, ids: Sequence[int] | NDArray[np.int32], *, special: bool = False) -> str:
         """Text of `ids`; with `special`, special tokens are written out."""
+        # An array: of a list, transformers asks each id for its type, which costs more than the
+        # decoding.
+        array = np.asarray(ids, np.int64)
         return str(
             self._tokenizer.decode(
-                list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+                array, skip_special_tokens=not special, clean_up_tokenization_spaces=False
             )
         )
 

@@ -18,7 +18,8 @@ def turns_of(masks: Iterable[NDArray[np.int8]]) -> list[NDArray[np.int64]]:
     found, num = [], 0
     for mask in masks:
         written = np.asarray(mask) != 0
-        begins = np.diff(written, prepend=False) & written
+        begins = written.copy()
+        begins[1:] &= ~written[:-1]
         found.append(np.where(written, num + np.cumsum(begins) - 1, -1))
         num += int(begins.sum())
     return found
@@ -27,8 +28,9 @@ def turns_of(masks: Iterable[NDArray[np.int8]]) -> list[NDArray[np.int64]]:
 def ends_of(turns: Iterable[NDArray[np.int64]]) -> list[tuple[int, int]]:
     """(row, token) of each turn's last token, in the turns' order; `turns` as `turns_of` gives
     them."""
-    return [
-        (row, int(token))
-        for row, of in enumerate(turns)
-        for token in np.flatnonzero((of >= 0) & (np.append(of[1:], -1) != of))
-    ]
+    found: list[tuple[int, int]] = []
+    for row, of in enumerate(turns):
+        last = of >= 0
+        last[:-1] &= of[1:] != of[:-1]
+        found += [(row, token) for token in np.flatnonzero(last).tolist()]
+    return found

@@ -10,7 +10,7 @@ begins. Ids a branch shares with an earlier one are trained only in the earlier 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -45,16 +45,19 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class End:
-    """Where a turn ended: `branch.ids[:length]`, which the template writes as `text`."""
+    """Where a turn ended: `branch.ids[:length]`, after the turn `after`. `written`: how the
+    template writes what was asked; None where that is the text of the ids."""
 
     branch: Branch
+    after: End | None
     start: int  # of the turn's generated ids
     length: int
-    text: str
+    written: str | None
     order: int
     finish_reason: FinishReason
     finished_at: float
     continued: bool = False
+    text: str | None = None  # of all of it, once anybody asked
 
 
 @dataclass(slots=True, eq=False)
@@ -82,25 +85,46 @@ class Branch:
 
 
 class Conversation:
-    """All branches of one trajectory, in the order they began."""
+    """All branches of one trajectory, in the order they began. `decode` gives the text of ids as
+    they were sampled, special ones written out."""
 
-    def __init__(self) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
         self._branches: list[Branch] = []
         self._ends: list[End] = []
 
     def continues(self, text: str) -> End | None:
         """The latest turn whose whole conversation `text` begins with; None if there is none."""
-        fitting = [end for end in self._ends if text.startswith(end.text)]
-        return max(fitting, key=lambda end: (len(end.text), end.order), default=None)
+        fitting = [end for end in self._ends if text.startswith(self.text(end))]
+        return max(fitting, key=lambda end: (len(self.text(end)), end.order), default=None)
+
+    def text(self, end: End) -> str:
+        """Of the whole conversation up to `end`, as the template writes it, the sampled parts as
+        they were sampled. Most conversations end before anybody asks."""
+        if end.text is None:
+            ids = end.branch.ids[: end.length]
+            if end.written is not None:
+                end.text = end.written + self._decode(ids[end.start :])
+            elif end.after is not None:
+                end.text = self.text(end.after) + self._decode(ids[end.after.length :])
+            else:
+                end.text = self._decode(ids)
+        return end.text
 
     @property
     def tip(self) -> End | None:
         """The turn that ended last."""
         return self._ends[-1] if self._ends else None
 
-    def add(self, after: End | None, new_ids: Sequence[int], made: Completion, text: str) -> End:
-        """Records that `made` was sampled after `after`'s ids and `new_ids`; `text` is how the
-        template writes it all, the sampled part as it was sampled. Only finished requests get
+    def add(
+        self,
+        after: End | None,
+        new_ids: Sequence[int],
+        made: Completion,
+        written: str | None = None,
+    ) -> End:
+        """Records that `made` was sampled after `after`'s ids and `new_ids`, which the template
+        writes as `written`; None where their text is that of the ids. Only finished requests get
         here, so one that failed leaves no trace."""
         if after is not None and after.length == len(after.branch.ids):
             branch = after.branch
@@ -114,8 +138,8 @@ class Conversation:
         branch.generated(made)
         if after is not None:
             after.continued = True
-        end = End(branch, start, len(branch.ids), text, len(self._ends), made.finish_reason,
-                  time.time())  # fmt: skip
+        end = End(branch, after, start, len(branch.ids), written, len(self._ends),
+                  made.finish_reason, time.time())  # fmt: skip
         branch.ends.append(end)
         self._ends.append(end)
         return end

@@ -14,10 +14,12 @@ import contextlib
 import hashlib
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from connectors.engines.types import (
     Completion,
@@ -44,7 +46,7 @@ class Text(Protocol):
     def encode_prompt(self, prompt: Prompt) -> tuple[int, ...]: ...
     def render(self, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> str: ...
     def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int], *, special: bool = False) -> str: ...
+    def decode(self, ids: Sequence[int] | NDArray[np.int32], *, special: bool = False) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +79,7 @@ class EngineLLM:
         self._engine, self._text, self._session = engine, text, session
         self._prompt_ids = tuple(prompt_ids)
         self._loop = asyncio.get_running_loop()
-        self._conversation = Conversation()
+        self._conversation = Conversation(partial(text.decode, special=True))
         self._num_requests = 0
         self._in_flight: set[str] = set()
         self._cancelled = False
@@ -94,10 +96,10 @@ class EngineLLM:
         template refuses them; EngineError when the engine failed for good."""
         written = self._text.render(messages, tools)
         after = self._conversation.continues(written)
-        new_ids = self._text.encode(written[len(after.text) :] if after else written)
+        known = len(self._conversation.text(after)) if after else 0
+        new_ids = self._text.encode(written[known:])
         made = await self._complete(after, new_ids, sampling)
-        raw = self._text.decode(made.token_ids, special=True)
-        self._conversation.add(after, new_ids, made, written + raw)
+        self._conversation.add(after, new_ids, made, written)
         message = Message(role="assistant", content=self._text.decode(self._unstopped(made)))
         self.messages = [*(dict(m) for m in messages), dict(message)]
         return message
@@ -107,9 +109,7 @@ class EngineLLM:
         after = self._conversation.tip
         added = [*(() if after else self._prompt_ids), *new_ids]
         made = await self._complete(after, added, sampling)
-        before = after.text if after else ""
-        text = before + self._text.decode([*added, *made.token_ids], special=True)
-        self._conversation.add(after, added, made, text)
+        self._conversation.add(after, added, made)
         return made
 
     def rows(self) -> list[Row]:

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from connectors.records import Closed, Group, Prompt, Trajectory
 from connectors.turns import ends_of, turns_of
@@ -203,15 +204,14 @@ def _without_branch(row: Trajectory) -> str:
     return row.trajectory_id.removesuffix(f"/{branch}") if branch else row.trajectory_id
 
 
-def _last_turn(row: Trajectory) -> list[int]:
+def _last_turn(row: Trajectory) -> NDArray[np.int32]:
     """Ids of the last stretch of generated tokens."""
     written = np.flatnonzero(row.loss_mask)
     if not len(written):
-        return []
-    gaps = np.flatnonzero(np.diff(written) > 1)
+        return row.tokens[:0]
+    gaps = np.flatnonzero(written[1:] - written[:-1] > 1)
     first = written[gaps[-1] + 1] if len(gaps) else written[0]
-    ids: list[int] = row.tokens[first : written[-1] + 1].tolist()
-    return ids
+    return row.tokens[first : written[-1] + 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
