@@ -24,6 +24,7 @@ from connectors.config import load
 from connectors.kafka.client import Cluster, read_all
 from connectors.records import HEADER_KIND, Group, Manifest
 from connectors.run_dir import RunDir
+from connectors.text import Text
 from deploy import run_folder
 from deploy.log import opened
 from trainer.step_log import chain, read_steps
@@ -104,7 +105,7 @@ def run(
         processor_s=processors.a_step(ends, workload.num_skipped),
         prompt_ids=dict(prompt_of(group) for groups in steps for group in groups),
         staleness_mean=record.staleness_mean or 0.0,
-        settings=settings_of(workload, chosen),
+        settings={**settings_of(workload, chosen), "stop_ids": sorted(Text(model).stop_ids)},
         versions={package: version(package) for package in PACKAGES},
     )
 

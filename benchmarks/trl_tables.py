@@ -54,7 +54,10 @@ class Differ(ValueError):
 
 def num_same_prompts(one: Run, other: Run) -> int:
     """Prompts that both trained. Differ when one of them has other token ids, or when they are
-    fewer than half: those that differ are of groups still under way at the end."""
+    fewer than half: those that differ are of groups still under way at the end. Also when the
+    samples of the two end at other ids."""
+    if one.settings["stop_ids"] != other.settings["stop_ids"]:
+        raise Differ(f"{one.system} and {other.system} end a sample at other ids")
     both = one.prompt_ids.keys() & other.prompt_ids.keys()
     for name in sorted(both):
         if one.prompt_ids[name] != other.prompt_ids[name]:

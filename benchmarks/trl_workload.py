@@ -82,7 +82,7 @@ WORKLOADS: Final = {
             group_size=8,
             max_tokens=8,
             learning_rate=1e-5,
-            num_steps=6,
+            num_steps=5,
             num_skipped=2,
             target=1.0,
         ),

@@ -44,7 +44,7 @@ def run(system: str, step_s: float, seed: int = 0, **others: Any) -> Run:
         "parts_s": {"rollout": [9.0, 0.1, 0.2, 0.3]},
         "processor_s": {system: 2 * step_s},
         "prompt_ids": {"0000": [5, 6], "0001": [7]},
-        "settings": {"num_threads": 2},
+        "settings": {"num_threads": 2, "stop_ids": [1]},
     }
     return Run(system=system, seed=seed, **{**known, **others})
 
@@ -117,6 +117,12 @@ def test_prompts_that_the_sides_read_as_other_ids_make_no_table() -> None:
     assert num_same_prompts(run("trl", 0.3), apart) == 1
     with pytest.raises(Differ, match="only 1 prompts both"):
         num_same_prompts(apart, run("trl", 0.3))
+
+
+def test_samples_that_end_at_other_ids_make_no_table() -> None:
+    other = run("deadline", 0.3, settings={"stop_ids": [1, 2]})
+    with pytest.raises(Differ, match="end a sample at other ids"):
+        summary([run("trl", 0.3), other], {"tiny": TINY})
 
 
 # ------------------------------------------------------------------------------------ the figures
@@ -196,5 +202,5 @@ def test_a_run_of_another_number_of_steps_is_not_the_one_asked_for(tmp_path: Pat
 def test_shorter_workloads_leave_out_a_part_as_large() -> None:
     chosen = parser().parse_args(["--workloads", "135m,tiny", "--steps", "18"])
     assert [(w.name, w.num_steps, w.num_skipped) for w in chosen_workloads(chosen)] == [
-        ("tiny", 18, 3), ("135m", 18, 6),
+        ("tiny", 18, 3), ("135m", 18, 7),
     ]  # fmt: skip
