@@ -8,6 +8,7 @@ gets that of its unit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -59,10 +60,11 @@ def advantage(
     estimator refuses, fewer than two tokens to whiten over.
     """
     chosen = estimator(name, parameters)
-    masks = [_numpy(row) != 0 for row in mask]
+    masks: list[NDArray[Any]] = [_numpy(row) for row in mask]
     num = len(masks)
     rows = Rows(
-        masks=masks,
+        lengths=np.array([len(row) for row in masks], np.int64),
+        mask=np.concatenate([np.zeros(0, np.bool_), *masks]) != 0,
         rewards=_numpy(rewards).astype(np.float64),
         groups=_numpy(groups).astype(np.int64),
         samples=np.arange(num) if samples is None else _numpy(samples).astype(np.int64),
@@ -77,13 +79,13 @@ def advantage(
         raise ValueError(f"discount must be between 0 and 1, got {discount}")
     rows.check()
     _check_usable(name, chosen, rows)
-    parts = rows.parts(None if token_rewards is None else _rows_of(token_rewards, np.float64))
+    parts = rows.parts(None if token_rewards is None else [_numpy(r) for r in token_rewards])
     own = {key: parameters[key] for key in chosen.parameters.keys() & parameters.keys()}
     if chosen.per_token:
         default = chosen.parameters["gamma"].default
         units, unit_of_token = of_tokens(rows, parts, own.pop("gamma", default))
     elif turns is not None:
-        units, unit_of_token = of_turns(rows, _rows_of(turns, np.int64), parts, discount)
+        units, unit_of_token = of_turns(rows, [_numpy(row) for row in turns], parts, discount)
     else:
         units, unit_of_token = of_samples(rows)
     if chosen.needs_group:
@@ -91,7 +93,8 @@ def advantage(
         for group in ids[sizes < 2]:
             raise ValueError(f"group {group} has one turn; {name} needs at least two")
     per_unit = ESTIMATORS[name](units, **own)
-    return _spread(per_unit, unit_of_token, mask, rewards)
+    of_token = np.append(per_unit, 0.0)[unit_of_token]  # -1, no unit, gets the 0
+    return _shaped(of_token, rows.lengths, mask, rewards)
 
 
 def _check_usable(name: str, chosen: Estimator, rows: Rows) -> None:
@@ -110,37 +113,29 @@ def _check_usable(name: str, chosen: Estimator, rows: Rows) -> None:
             raise ValueError(
                 f"group {group} has one sample, {rows.label(row)}; {name} needs at least two"
             )
-    if chosen.whitens:
-        trained = [i for i, mask in enumerate(rows.masks) if mask.any()]
-        num = sum(int(mask.sum()) for mask in rows.masks)
-        if num < 2:
-            where = f", in {rows.label(trained[0])}" if trained else ": all are masked"
-            raise ValueError(f"{name} whitens over at least two trained tokens, got {num}{where}")
+    if chosen.whitens and (num := int(rows.mask.sum())) < 2:
+        where = f", in {rows.place(int(rows.mask.argmax()))[1]}" if num else ": all are masked"
+        raise ValueError(f"{name} whitens over at least two trained tokens, got {num}{where}")
 
 
-def _rows_of(arrays: Any, dtype: type) -> list[NDArray[Any]]:
-    return [_numpy(row).astype(dtype) for row in arrays]
-
-
-def _spread(per_unit: Floats, unit_of_token: Sequence[Ints], mask: Any, rewards: Any) -> Any:
-    """Each token's own; -1 in `unit_of_token`: it belongs to no unit and gets 0."""
-    padded = np.append(per_unit, 0.0)
-    tokens = [padded[unit] for unit in unit_of_token]
-    if not isinstance(mask, np.ndarray | torch.Tensor):
-        return [_like(row, of, rewards) for row, of in zip(tokens, mask, strict=True)]
-    stacked = np.stack(tokens) if tokens else np.zeros(tuple(mask.shape))
-    return _like(stacked, mask, rewards)
+def _shaped(of_token: Floats, lengths: Ints, mask: Any, rewards: Any) -> Any:
+    """`of_token` [E] in the shape and kind of `mask`, in the float type of `rewards`."""
+    dtype = getattr(rewards, "dtype", None)
+    if isinstance(dtype, np.dtype) and np.issubdtype(dtype, np.floating):
+        of_token = of_token.astype(dtype, copy=False)
+    if isinstance(mask, np.ndarray | torch.Tensor):
+        return _like(of_token.reshape(tuple(mask.shape)), mask, rewards)
+    bounds = pairwise([0, *np.cumsum(lengths).tolist()])
+    return [_like(of_token[a:b], row, rewards) for (a, b), row in zip(bounds, mask, strict=True)]
 
 
 def _like(tokens: Floats, mask: Any, rewards: Any) -> Any:
-    if isinstance(mask, torch.Tensor):
-        floats = isinstance(rewards, torch.Tensor) and rewards.is_floating_point()
-        return torch.as_tensor(
-            tokens, dtype=rewards.dtype if floats else torch.float32, device=mask.device
-        )
-    dtype = getattr(rewards, "dtype", None)
-    is_float = isinstance(dtype, np.dtype) and np.issubdtype(dtype, np.floating)
-    return tokens.astype(dtype if is_float else np.float64)
+    if not isinstance(mask, torch.Tensor):
+        return tokens
+    floats = isinstance(rewards, torch.Tensor) and rewards.is_floating_point()
+    return torch.as_tensor(
+        tokens, dtype=rewards.dtype if floats else torch.float32, device=mask.device
+    )
 
 
 def _numpy(values: Any) -> NDArray[Any]:

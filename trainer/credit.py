@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -64,13 +64,14 @@ def alone(group: Group, trainer: Trainer) -> list[Floats]:
 def _estimated(
     groups: Sequence[Group], rows: batches.Rows, trainer: Trainer, values: Floats | None
 ) -> list[Floats]:
+    samples = samples_of(groups)
     found: list[Floats] = advantage(
         trainer.advantage,
-        rewards=_rewards(groups, trainer),
+        rewards=_rewards(groups, rows, samples, trainer),
         groups=rows.groups,
         mask=rows.masks,
-        samples=samples_of(groups),
-        token_rewards=[_placed(t) for t in trajectories(groups)],
+        samples=samples,
+        token_rewards=_placed(groups),
         turns=_turns(groups) if trainer.credit == "turn" else None,
         discount=trainer.discount,
         values=values,
@@ -94,8 +95,7 @@ def too_few(groups: Sequence[Group], rows: batches.Rows, trainer: Trainer) -> st
         return "no_tokens"
     if chosen.whitens and rows.num_trained == 1:
         return "one_token"
-    num_samples = sum(len({sample_of(t) for t in group.trajectories}) for group in groups)
-    if chosen.needs_value and num_samples < 2:
+    if chosen.needs_value and sum(1 for group in groups for _ in samples(group)) < 2:
         return "one_sample"
     return None
 
@@ -131,15 +131,25 @@ def samples_of(groups: Sequence[Group]) -> Ints:
     return np.array([sample_of(t) for t in trajectories(groups)], np.int64)
 
 
-def _rewards(groups: Sequence[Group], trainer: Trainer) -> Floats:
+def _rewards(
+    groups: Sequence[Group], rows: batches.Rows, samples: Ints, trainer: Trainer
+) -> Floats:
     """[N], of each row's sample, shaped by its length. A reward that is the sum of its parts as far
     as a record, which holds float32, can tell is their sum: rounding is nobody's merit."""
+    keys = np.stack([rows.groups, samples])
+    of_row = np.unique(keys, axis=1, return_inverse=True)[1].ravel()
+
+    def total(numbers: Iterable[float]) -> Floats:
+        """[N], over the rows of each row's sample."""
+        sums = np.bincount(of_row, weights=np.fromiter(numbers, np.float64, len(of_row)))
+        return sums[of_row].astype(np.float64)
+
     told = np.array([t.reward for t in trajectories(groups)], np.float64)
-    parts = _totals(groups, lambda t: sum(value for _, value, _ in t.rewards))
-    rewards = np.where(told.astype(np.float32) == parts.astype(np.float32), parts, told)
+    parts = total(sum(value for _, value, _ in t.rewards) for t in trajectories(groups))
+    rewards: Floats = np.where(told.astype(np.float32) == parts.astype(np.float32), parts, told)
     if (rule := trainer.overlong) is not None:
         rewards += overlong(
-            _totals(groups, lambda t: int(np.count_nonzero(t.loss_mask))),
+            total(int(np.count_nonzero(t.loss_mask)) for t in trajectories(groups)),
             max_length=rule.max_length,
             buffer=rule.buffer,
             penalty=rule.penalty,
@@ -147,31 +157,27 @@ def _rewards(groups: Sequence[Group], trainer: Trainer) -> Floats:
     return rewards
 
 
-def _totals(groups: Sequence[Group], of: Callable[[Trajectory], float]) -> Floats:
-    """[N], the sum over the rows of each row's sample."""
-    totals: dict[tuple[int, int], float] = defaultdict(float)
-    keys = [(g, sample_of(t)) for g, group in enumerate(groups) for t in group.trajectories]
-    for key, trajectory in zip(keys, trajectories(groups), strict=True):
-        totals[key] += of(trajectory)
-    return np.array([totals[key] for key in keys], np.float64)
-
-
-def _placed(trajectory: Trajectory) -> Floats:
-    """[T], the part of the reward that each token earned."""
-    placed = np.zeros(len(trajectory.tokens))
-    for token, value, _ in trajectory.rewards:
-        placed[token] += value
-    return placed
+def _placed(groups: Sequence[Group]) -> list[Floats] | None:
+    """[T_i] a row, the part of the reward that each token earned; None where no row has parts."""
+    if not any(t.rewards for t in trajectories(groups)):
+        return None
+    found = []
+    for trajectory in trajectories(groups):
+        placed = np.zeros(len(trajectory.tokens))
+        for token, value, _ in trajectory.rewards:
+            placed[token] += value
+        found.append(placed)
+    return found
 
 
 def _turns(groups: Sequence[Group]) -> list[Ints]:
     """[T_i] a row: the turn of its sample that each token belongs to."""
     found: list[Ints] = []
     for group in groups:
-        rows = group.trajectories
-        samples = [sample_of(t) for t in rows]
-        of_sample = {
-            k: iter(turns_of(t.loss_mask for t in rows if sample_of(t) == k)) for k in set(samples)
-        }
+        masks: defaultdict[int, list[NDArray[np.int8]]] = defaultdict(list)
+        samples = [sample_of(t) for t in group.trajectories]
+        for k, trajectory in zip(samples, group.trajectories, strict=True):
+            masks[k].append(trajectory.loss_mask)
+        of_sample = {k: iter(turns_of(of_rows)) for k, of_rows in masks.items()}
         found += [next(of_sample[k]) for k in samples]
     return found

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +21,14 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """N rows, as `trainer.advantages.advantage` takes them."""
+    """N rows, as `trainer.advantages.advantage` takes them, their E tokens one after another.
 
-    masks: Sequence[Bools]
+    lengths  [N], tokens of each row
+    mask     [E], which of them are trained
+    """
+
+    lengths: Ints
+    mask: Bools
     rewards: Floats
     groups: Ints
     samples: Ints
@@ -36,18 +40,23 @@ class Rows:
         name = "" if self.names is None else f"{self.names[row]}, "
         return f"row {row} ({name}group {self.groups[row]})"
 
+    def place(self, token: int) -> tuple[int, str]:
+        """(Which token of its row the token of all is, the row's label)."""
+        row = int(np.searchsorted(np.cumsum(self.lengths), token, side="right"))
+        return token - int(self.lengths[:row].sum()), self.label(row)
+
     def check(self) -> None:
         """ValueError for lengths that disagree, numbers that are not finite, branches that
         differ."""
-        lengths = [len(self.rewards), len(self.groups), len(self.samples), len(self.masks)]
+        lengths = [len(self.rewards), len(self.groups), len(self.samples), len(self.lengths)]
         if len(set(lengths)) > 1:
             raise ValueError(
                 "rewards, groups, samples and mask differ in length: "
                 + ", ".join(map(str, lengths))
             )
         for what, given in (("values", self.values), ("row_names", self.names)):
-            if given is not None and len(given) != len(self.masks):
-                raise ValueError(f"{len(given)} {what} for {len(self.masks)} rows")
+            if given is not None and len(given) != len(self.lengths):
+                raise ValueError(f"{len(given)} {what} for {len(self.lengths)} rows")
         for what, numbers in (("reward", self.rewards), ("value", self.values)):
             bad = np.flatnonzero(~np.isfinite(numbers))
             if len(bad):
@@ -57,131 +66,122 @@ class Rows:
                 )
         _samples(self)
 
-    def parts(self, token_rewards: Sequence[Floats] | None) -> list[Floats]:
-        """[T_i] a row, the reward placed at each token; ValueError for other lengths or numbers
-        that are not finite."""
-        if token_rewards is None:
-            return [np.zeros(len(mask)) for mask in self.masks]
-        _check_tokens(self, "token_rewards", token_rewards)
-        for row, parts in enumerate(token_rewards):
-            bad = np.flatnonzero(~np.isfinite(parts))
-            if len(bad):
+    def flat(self, what: str, arrays: Sequence[NDArray[np.generic]]) -> NDArray[np.generic]:
+        """[E] of one array a row; ValueError for other lengths than the mask's."""
+        if len(arrays) != len(self.lengths):
+            raise ValueError(f"{what} of {len(arrays)} rows, mask of {len(self.lengths)}")
+        for row, (array, length) in enumerate(zip(arrays, self.lengths.tolist(), strict=True)):
+            if array.shape != (length,):
                 raise ValueError(
-                    f"the reward at token {bad[0]} of {self.label(row)} is {parts[bad[0]]}; "
-                    "rewards must be finite"
+                    f"{what} of {self.label(row)} has {len(array)} tokens, its mask {length}"
                 )
-        return list(token_rewards)
+        return np.concatenate(arrays) if arrays else np.zeros(0)
+
+    def parts(self, token_rewards: Sequence[NDArray[np.generic]] | None) -> Floats:
+        """[E], the reward placed at each token; ValueError for other lengths or numbers that are
+        not finite."""
+        if token_rewards is None:
+            return np.zeros(len(self.mask))
+        parts = self.flat("token_rewards", token_rewards).astype(np.float64)
+        bad = np.flatnonzero(~np.isfinite(parts))
+        if len(bad):
+            token, label = self.place(int(bad[0]))
+            raise ValueError(
+                f"the reward at token {token} of {label} is {parts[bad[0]]}; rewards must be finite"
+            )
+        return parts
 
 
-def of_samples(rows: Rows) -> tuple[Units, list[Ints]]:
-    """A unit a sample."""
+def of_samples(rows: Rows) -> tuple[Units, Ints]:
+    """A unit a sample; beside it [E], the unit of each token, -1: none."""
     first, sample_of_row = _samples(rows)
-    num_tokens = np.zeros(len(first), np.int64)
-    np.add.at(num_tokens, sample_of_row, [int(mask.sum()) for mask in rows.masks])
+    unit: Ints = np.where(rows.mask, np.repeat(sample_of_row, rows.lengths), -1)
     units = Units(
         values=rows.rewards[first],
         groups=rows.groups[first],
-        num_tokens=num_tokens,
+        num_tokens=np.bincount(unit[rows.mask], minlength=len(first)),
         baselines=rows.values[first],
     )
-    return units, [np.where(m, u, -1) for m, u in zip(rows.masks, sample_of_row, strict=True)]
+    return units, unit
 
 
 def of_turns(
-    rows: Rows, turns: Sequence[Ints], parts: Sequence[Floats], discount: float
-) -> tuple[Units, list[Ints]]:
+    rows: Rows, turns: Sequence[NDArray[np.generic]], parts: Floats, discount: float
+) -> tuple[Units, Ints]:
     """A unit a turn of a sample; a turn may lie in several branches. `parts`: see `Rows.parts`."""
     first, sample_of_row = _samples(rows)
-    _check_tokens(rows, "turns", turns)
-    for row, (mask, of) in enumerate(zip(rows.masks, turns, strict=True)):
-        lost = np.flatnonzero(mask & (of < 0))
-        if len(lost):
-            raise ValueError(f"token {lost[0]} of {rows.label(row)} is trained but has no turn")
-    lengths = [len(mask) for mask in rows.masks]
-    turn: Ints = np.concatenate([np.zeros(0, np.int64), *turns])
-    trained: Bools = np.concatenate([np.zeros(0, np.bool_), *rows.masks])
-    placed: Floats = np.concatenate([np.zeros(0), *parts])
+    turn = rows.flat("turns", turns).astype(np.int64)
+    lost = np.flatnonzero(rows.mask & (turn < 0))
+    if len(lost):
+        token, label = rows.place(int(lost[0]))
+        raise ValueError(f"token {token} of {label} is trained but has no turn")
     span = int(turn.max(initial=0)) + 1
-    keys = np.repeat(sample_of_row, lengths) * span + turn
+    keys = np.repeat(sample_of_row, rows.lengths) * span + turn
     unit = np.full(len(turn), -1, np.int64)
     known, unit[turn >= 0] = np.unique(keys[turn >= 0], return_inverse=True)
-    sample_of_unit = known // span
-    num = len(known)
-    values = np.zeros(num)
-    np.add.at(values, unit[turn >= 0], placed[turn >= 0])
-    for of_sample in np.split(np.arange(num), np.flatnonzero(np.diff(sample_of_unit)) + 1):
-        if len(of_sample):
-            reward = float(rows.rewards[first[sample_of_unit[of_sample[0]]]])
-            values[of_sample] = _returns(values[of_sample], reward, discount)
+    num, sample_of_unit = len(known), known // span
+    earned = np.bincount(unit[turn >= 0], weights=parts[turn >= 0], minlength=num)
+    num_turns = np.bincount(sample_of_unit, minlength=len(first))
     units = Units(
-        values=values,
+        values=_returns(earned.astype(np.float64), num_turns, rows.rewards[first], discount),
         groups=rows.groups[first][sample_of_unit],
-        num_tokens=np.bincount(unit[trained], minlength=num),
+        num_tokens=np.bincount(unit[rows.mask], minlength=num),
         baselines=rows.values[first][sample_of_unit],
     )
-    unit[~trained] = -1
-    return units, np.split(unit, np.cumsum(lengths))[:-1]
+    unit[~rows.mask] = -1
+    return units, unit
 
 
-def of_tokens(rows: Rows, parts: Sequence[Floats], gamma: float) -> tuple[Units, list[Ints]]:
+def of_tokens(rows: Rows, parts: Floats, gamma: float) -> tuple[Units, Ints]:
     """A unit a trained token, of value its return r_t + gamma * (return of the row's next trained
     token). Each row, a branch too, is a sequence of its own that ends in its sample's reward."""
-    values: list[Floats] = []
-    unit_of_token: list[Ints] = []
-    start = 0
-    for mask, placed, reward in zip(rows.masks, parts, rows.rewards.tolist(), strict=True):
-        num = int(mask.sum())
-        unit = np.full(len(mask), -1, np.int64)
-        unit[mask] = np.arange(start, start + num)
-        unit_of_token.append(unit)
-        values.append(_returns(placed[mask], reward, gamma))
-        start += num
-    num_tokens = [len(v) for v in values]
+    num = int(rows.mask.sum())
+    unit = np.full(len(rows.mask), -1, np.int64)
+    unit[rows.mask] = np.arange(num)
+    row_of_token = np.repeat(np.arange(len(rows.lengths)), rows.lengths)[rows.mask]
+    num_trained = np.bincount(row_of_token, minlength=len(rows.lengths))
     units = Units(
-        values=np.concatenate([np.zeros(0), *values]),
-        groups=np.repeat(rows.groups, num_tokens),
-        num_tokens=np.ones(start, np.int64),
-        baselines=np.repeat(rows.values, num_tokens),
+        values=_returns(parts[rows.mask], num_trained, rows.rewards, gamma),
+        groups=rows.groups[row_of_token],
+        num_tokens=np.ones(num, np.int64),
+        baselines=rows.values[row_of_token],
     )
-    return units, unit_of_token
+    return units, unit
 
 
-def _returns(earned: Floats, reward: float, discount: float) -> Floats:
-    """G_k = r_k + discount * G_{k+1}, where r is `earned` and, last, what is left of `reward`."""
-    if not len(earned):
-        return earned
-    parts = earned.tolist()
-    parts[-1] = reward - sum(parts[:-1])
-    returns = accumulate(reversed(parts), lambda later, part: part + discount * later)
-    return np.array(list(returns)[::-1])
-
-
-def _check_tokens(rows: Rows, what: str, arrays: Sequence[NDArray[np.generic]]) -> None:
-    if len(arrays) != len(rows.masks):
-        raise ValueError(f"{what} of {len(arrays)} rows, mask of {len(rows.masks)}")
-    for row, (array, mask) in enumerate(zip(arrays, rows.masks, strict=True)):
-        if array.shape != mask.shape:
-            raise ValueError(
-                f"{what} of {rows.label(row)} has {len(array)} tokens, its mask {len(mask)}"
-            )
+def _returns(earned: Floats, lengths: Ints, rewards: Floats, discount: float) -> Floats:
+    """G_k = r_k + discount * G_{k+1} within each sequence; sequences of `lengths` stand one after
+    another. r is `earned` and, at a sequence's last, what is left of its reward."""
+    longest = np.argsort(-lengths, kind="stable")
+    # Those of length 0 have no end; the others' last places, of the longest sequence first.
+    longest = longest[lengths[longest] > 0]
+    last = np.cumsum(lengths)[longest] - 1
+    returns = earned.copy()
+    returns[last] = 0.0
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    given = np.bincount(sequence, weights=returns, minlength=len(lengths))
+    returns[last] = (rewards - given)[longest]
+    # One place from the end further at a time, in every sequence that is that long.
+    for back in range(1, int(lengths.max(initial=0))):
+        at = last[: np.searchsorted(-lengths[longest], -back)] - back
+        returns[at] += discount * returns[at + 1]
+    return returns
 
 
 def _samples(rows: Rows) -> tuple[Ints, Ints]:
     """(first row of each sample, sample index of each row); samples in order of first
     appearance."""
-    keys: dict[tuple[int, int], int] = {}
-    first: list[int] = []
-    sample_of_row = np.empty(len(rows.rewards), np.int64)
-    for row, key in enumerate(zip(rows.groups.tolist(), rows.samples.tolist(), strict=True)):
-        if key not in keys:
-            keys[key] = len(first)
-            first.append(row)
-        sample_of_row[row] = keys[key]
-        other = first[keys[key]]
-        for what, numbers in (("reward", rows.rewards), ("value", rows.values)):
-            if numbers[row] != numbers[other]:
-                raise ValueError(
-                    f"rows {other} and {row} are branches of sample {key[1]} of group {key[0]} but "
-                    f"their {what}s differ: {numbers[other]}, {numbers[row]}"
-                )
-    return np.array(first, np.int64), sample_of_row
+    keys = np.stack([rows.groups, rows.samples])
+    _, first, of_row = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    sample_of_row = np.argsort(order)[of_row.ravel()]
+    first = first[order]
+    for what, numbers in (("reward", rows.rewards), ("value", rows.values)):
+        other_N = first[sample_of_row]
+        for row in np.flatnonzero(numbers != numbers[other_N]):
+            other = other_N[row]
+            raise ValueError(
+                f"rows {other} and {row} are branches of sample {rows.samples[row]} of group "
+                f"{rows.groups[row]} but their {what}s differ: {numbers[other]}, {numbers[row]}"
+            )
+    return first, sample_of_row
