@@ -7,7 +7,7 @@ A manifest names the age of each version in its step, so whoever executes it aga
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
@@ -47,13 +47,16 @@ def histogram(
 ) -> Counter[int]:
     """Tokens that may be trained, by age. Those of versions of weight 0 are not, nor is a first
     one: nothing predicts it."""
-    found: Counter[int] = Counter()
+    of_version: defaultdict[Version, int] = defaultdict(int)
     for trajectory in trajectories:
         for segment in trajectory.segments:
-            if weights.get(segment.version, 1.0) > 0:
-                trained = trajectory.loss_mask[max(segment.start, 1) : segment.end]
-                found[ages[segment.version]] += int(np.count_nonzero(trained))
-    return +found
+            trained = trajectory.loss_mask[max(segment.start, 1) : segment.end]
+            of_version[segment.version] += int(np.count_nonzero(trained))
+    found: Counter[int] = Counter()
+    for version, count in of_version.items():
+        if count and weights.get(version, 1.0) > 0:
+            found[ages[version]] += count
+    return found
 
 
 def staleness(counts: Mapping[int, int]) -> dict[str, float]:

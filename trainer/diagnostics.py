@@ -34,8 +34,8 @@ def step_metrics(
     tokens, trained = Counter[str](), list[int]()
     generated = Lengths()
     for group in groups:
-        generated.add(group)
         for rows in samples(group):
+            generated.add_sample(rows)
             by_task[rows[0].task].append(rows[0].reward)
             trained.append(sum(_num_trained(row, weights) for row in rows))
             found = histogram(rows, ages, weights)
@@ -72,9 +72,13 @@ class Lengths:
 
     def add(self, group: Group) -> None:
         for rows in samples(group):
-            segments = [segment for row in rows for segment in row.segments]
-            self._num_samples += bool(segments)
-            self.num_tokens += sum(s.end - s.start for s in segments)
+            self.add_sample(rows)
+
+    def add_sample(self, rows: Sequence[Trajectory]) -> None:
+        """Of one of its samples, all its branches."""
+        segments = [segment for row in rows for segment in row.segments]
+        self._num_samples += bool(segments)
+        self.num_tokens += sum(s.end - s.start for s in segments)
 
     def mean(self) -> float | None:
         """A sample; None without any."""
@@ -82,4 +86,5 @@ class Lengths:
 
 
 def _num_trained(row: Trajectory, weights: Mapping[Version, float]) -> int:
-    return int(np.count_nonzero((row.loss_mask * row_weights(row, weights))[1:]))
+    counted = row.loss_mask * row_weights(row, weights) if weights else row.loss_mask
+    return int(np.count_nonzero(counted[1:]))
