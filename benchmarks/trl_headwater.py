@@ -80,7 +80,7 @@ def run(
     limit_s: float,
     overrides: Sequence[str] = (),
 ) -> Run:
-    """What staleness_runs.run raises, too."""
+    """Failed also when it was ended early; else as staleness_runs.run."""
     chosen = setting(workload, system, seed, prompts, overrides)
     with Processors(RunDir(folder)) as processors:
         began = time.time()
@@ -91,6 +91,8 @@ def run(
     with opened(config, RunDir(folder)) as cluster:
         manifests = chain(read_steps(cluster))
         steps = trained(cluster, range(config.kafka.partitions), manifests)
+    if len(steps) < workload.num_steps:
+        raise staleness_runs.Failed(f"it was ended after {len(steps)} steps")
     ends = [manifest.finished_at for manifest in manifests]
     return Run(
         workload=workload.name,

@@ -25,6 +25,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -246,4 +247,5 @@ def _of(known: Sequence[str] | dict[str, Workload]):  # type: ignore[no-untyped-
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # either ends the run at hand, too
     sys.exit(main())
