@@ -46,7 +46,11 @@ _OF_THE_MACHINE: Final = {
 
 
 _BY_NAME: Final = {
-    FAILED: ("trainer.step_log.Fenced", "connectors.weights.wire.EpochRefused"),
+    FAILED: (
+        "trainer.step_log.Fenced",
+        "trainer.gang.RankDied",
+        "connectors.weights.wire.EpochRefused",
+    ),
     ENVIRONMENT: (
         "connectors.broker.errors.BrokerError",
         "connectors.kafka.client.KafkaFailure",

@@ -141,8 +141,11 @@ class Gang:
         *,
         program: str = "trainer.worker",
     ) -> None:
-        """Starts the processes and returns at once."""
+        """Starts the processes, which end when the calling thread does, and returns at once."""
         address = os.environ.get(ADDRESS, "127.0.0.1")
+        if address == "127.0.0.1" and sys.platform == "linux":
+            # Without it gloo listens where the host's name points.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self.store: TCPStore = serve_store(address, MEET_S)
         self.num_ranks = config.trainer.num_ranks
         self._ranks: dict[int, _Rank] = {}
@@ -249,7 +252,7 @@ class Gang:
         try:
             yield
         except BaseException as error:
-            died = None if isinstance(error, RankDied) else self._behind(error)
+            died = self._behind(error)
             self.kill()
             if died is not None:
                 raise died from error
@@ -278,8 +281,10 @@ class Gang:
         self._heard()
 
     def _behind(self, error: BaseException) -> RankDied | None:
+        if not isinstance(error, RuntimeError) or isinstance(error, RankDied):
+            return None
         of_libraries = type(error).__module__.partition(".")[0] in ("builtins", "torch")
-        patience_s = NOTICE_S if isinstance(error, RuntimeError) and of_libraries else 0.0
+        patience_s = NOTICE_S if of_libraries else 0.0
         with self._news:
             is_gone = self._news.wait_for(lambda: self._gone, patience_s)
         if not is_gone or self._is_killed:

@@ -91,20 +91,24 @@ def config(tmp_path: Path, **sections: str) -> Config:
 def test_a_run_gives_trainer_and_engines_their_own_gpus_and_leaves_other_roles_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpus, "visible", lambda: ["0", "1", "2"])
-    asking = config(tmp_path, engine="count = 2\nnum_gpus = 1", trainer="num_gpus = 1")
+    monkeypatch.setattr(gpus, "visible", lambda: ["0", "1", "2", "3"])
+    trainer = "num_ranks = 2\nnum_gpus = 2"  # its ranks share these out
+    asking = config(tmp_path, engine="count = 2\nnum_gpus = 1", trainer=trainer)
     gangs = plan(asking, RunDir(tmp_path / "run"), 1)
     seen = {member.name: member.gpus for gang in gangs for member in gang.members}
     assert seen == {
-        "broker": None, "dataflow": None, "engine-0": "1", "engine-1": "2", "trainer": "0",
+        "broker": None, "dataflow": None, "engine-0": "2", "engine-1": "3", "trainer": "0,1",
     }  # fmt: skip
 
 
 def test_the_doctor_says_who_gets_which_gpu_or_that_there_are_too_few(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config(tmp_path, engine="num_gpus = 0.5", trainer="num_gpus = 0.5")
-    for visible, ok, says in ((["0"], True, "trainer: 0, engine-0: 0"), ([], False, "too few")):
+    config(tmp_path, engine="num_gpus = 0.5\ncount = 2", trainer="num_gpus = 1")
+    for visible, ok, says in (
+        (["0", "1"], True, "trainer: 0, engine-0: 1, engine-1: 1"),
+        (["0"], False, "too few"),
+    ):
         monkeypatch.setattr(gpus, "visible", lambda visible=visible: visible)
         (check,) = [c for c in examine(str(tmp_path / "a.toml")) if c.name == "gpus"]
         assert check.ok is ok
