@@ -210,6 +210,11 @@ class Config(Section):
                 f"trainer.max_tokens_per_microbatch: a trajectory may have {longest} tokens "
                 f"(model.context_tokens), so it must be at least that, got {budget}"
             )
+        if self.model.dtype != "float32" and self.trainer.zero_stage == 0:
+            raise ValueError(
+                f"trainer.zero_stage: 0 trains in float32 only, got model.dtype {self.model.dtype} "
+                "(DeepSpeed would add gradients up in it); from 1 on they are added up in float32"
+            )
         chosen = estimator(self.trainer.advantage, self.trainer.advantage_parameters)
         for name, task in self.tasks.items():
             if chosen.needs_group and task.group_size < 2:
@@ -289,8 +294,9 @@ def _override(table: dict[str, Any], override: str) -> None:
 def _one_line(error: ValidationError) -> str:
     problems = error.errors()
     first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    where = ".".join(str(part) for part in first["loc"])
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    others = {_place(p["loc"]) for p in problems} - {_place(first["loc"])}
+    where = ".".join(map(str, _place(first["loc"])))
+    more = f" (and {len(others)} more)" if others else ""
     if first["type"] == "extra_forbidden":
         return f"unknown key {where}{_nearest(first['loc'])}{more}"
     if first["type"] == "missing":
@@ -300,6 +306,15 @@ def _one_line(error: ValidationError) -> str:
     if not where or ", got " in rule or first["loc"][-1] == "sasl_password":
         return f"{where and where + ': '}{rule}{more}"
     return f"{where}: {rule}, got {first['input']!r}{more}"
+
+
+def _place(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Of a key that takes values of several kinds, without the kind that was tried."""
+    last = str(location[-1]) if location else ""
+    is_kind = last in ("int", "float", "str") or last.startswith(
+        ("literal[", "constrained-", "list[")
+    )
+    return location[:-1] if is_kind else location
 
 
 def _nearest(location: tuple[int | str, ...]) -> str:

@@ -27,6 +27,38 @@ def config_file(tmp_path: Path, text: str) -> Path:
         ("[tasks.b]\nrewrd = 'x'", "unknown key tasks.b.rewrd, did you mean reward?"),
         ("[trainer]\nzero_stage = 7", "trainer.zero_stage: input should be 0, 1, 2 or 3, got 7"),
         (
+            "[trainer]\nnum_ranks = 4\nsequence_parallel = 3",
+            "trainer.sequence_parallel: must divide num_ranks (4), got 3",
+        ),
+        (
+            "[trainer]\nnum_ranks = 2\nnum_gpus = 1",
+            "trainer.num_gpus: one rank trains on one GPU, so 0 or 2, got 1",
+        ),
+        (
+            "[trainer]\noffload = 'all'\nzero_stage = 2",
+            "trainer.offload: 'all' needs zero_stage of at least 3, got 2",
+        ),
+        (
+            "[trainer]\nnum_steps = 10\nwarmup_steps = 10",
+            "trainer.warmup_steps: must be below num_steps (10), got 10",
+        ),
+        (
+            "[trainer]\nmax_tokens_per_microbatch = 100",
+            "a trajectory may have 2048 tokens (model.context_tokens), so it must be at least that",
+        ),
+        (
+            "[trainer]\nmax_tokens_per_microbatch = 'most'",
+            "trainer.max_tokens_per_microbatch: input should be 'auto'",
+        ),
+        (
+            "[trainer]\nlora = {rank = 0}",
+            "trainer.lora.rank: input should be greater than or equal to 1, got 0",
+        ),
+        (
+            "[trainer]\nlora = {alpa = 1.0}",
+            "unknown key trainer.lora.alpa, did you mean alpha?",
+        ),
+        (
             "[sampling]\ntemperature = 0",
             "sampling.temperature: input should be greater than 0, got 0",
         ),

@@ -151,12 +151,12 @@ def test_what_saves_memory_or_spreads_work_changes_no_number(model: Path, tmp_pa
         assert distance(expected, found) < 1e-4, one["settings"]
 
 
-def test_bfloat16_keeps_float32_gradients_and_weights_in_every_stage(
+def test_bfloat16_keeps_float32_gradients_and_weights_in_the_stages_that_have_it(
     model: Path, tmp_path: Path
 ) -> None:
     jobs = [
         job(model, tmp_path / f"{stage}", settings={"zero_stage": stage}, dtype="bfloat16", last=4)
-        for stage in STAGES
+        for stage in STAGES[1:]
     ]
     said = ranks.run(2, jobs)
     alone = ranks.do(job(model, tmp_path / "alone", dtype="bfloat16", last=4), ALONE)
