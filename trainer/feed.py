@@ -12,6 +12,9 @@ One loop, which alone touches the ledger:
   unblocked by  arriving groups (a step), a published version, a group's end or the engines' load
                 (an announcement)
 
+A step is closed at the version that it will be trained at, whatever is trained or published by
+then, and its tokens' staleness is counted from that: how far the trainer is behind changes no age.
+
 It announces nothing before `published` was called once: until then no engine is known to hold
 anything. When the loop dies, its exception surfaces in `take` and `published`.
 """
@@ -33,13 +36,7 @@ import msgspec
 
 from connectors.kafka.client import Cluster, Producer, Reader
 from connectors.kafka.tail import PolicyTail
-from connectors.records import (
-    Announcement,
-    Coordinate,
-    Group,
-    Version,
-    encode,
-)
+from connectors.records import Announcement, Coordinate, Group, Version, encode
 from operators.staleness.types import EngineLoad, StalenessPolicy
 from trainer import ages, overdue
 from trainer.accounts import LedgerBroken
@@ -136,16 +133,13 @@ class Feed:
         self._next: StepInput | None = None
         self._failure: BaseException | None = None
         self._wanted = False  # the trainer waits for a step
-        self._waits: defaultdict[str, float] = defaultdict(
-            float
-        )  # seconds it did, by what for, since it got one
+        self._waits: defaultdict[str, float] = defaultdict(float)  # seconds, since it got one
         self._spoken = False  # published() was called in this epoch
         self._announced: Announcement | None = None
         self._credits = 0
         self._unfilled = True  # the policy may choose more than when it was last asked
         self._ends: list[int] = list(state.limits)
-        self._ends_asked_at = float("-inf")
-        self._watched_at = float("-inf")
+        self._ends_asked_at = self._watched_at = float("-inf")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
         self._thread.start()

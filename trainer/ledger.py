@@ -21,13 +21,7 @@ from typing import Any
 
 import msgspec
 
-from connectors.records import (
-    Announcement,
-    Begin,
-    Coordinate,
-    Manifest,
-    Version,
-)
+from connectors.records import Announcement, Begin, Coordinate, Manifest, Version
 from operators.staleness.feasible import infeasible
 from operators.staleness.types import (
     Announced,
@@ -79,6 +73,7 @@ class FeedCore:
         self.too_old: tuple[str, ...] = ()
         self.actions = Counter(state.actions)
         self._ever_held: set[str] = set()
+        self._shown: dict[str, tuple[Entry, OpenGroup]] = {}  # of each open entry
         self._mask_before: Version | None = None
         self._unpublished = list(state.unpublished)
         self._policy_state = self._resume_policy(state)
@@ -316,17 +311,25 @@ class FeedCore:
             batch_size=self.batch_size,
             free_slots=self.batch_size - len(self.committed),
             group_size=self.group_size,
-            groups=tuple(
-                _open_group(entry, self.group_size)
-                for entry in self.accounts.open.values()
-                if entry.group_id not in self.committed
-            ),
+            groups=self._open_groups(),
             num_granted=counts.granted,
             num_trained=counts.trained,
             num_closed=counts.closed,
             num_unpublished=sum(n for v, n in self._unpublished if at is None or v > at),
             lineage=self.lineage,
         )
+
+    def _open_groups(self) -> tuple[OpenGroup, ...]:
+        """Those that the open step has not taken, in admission order. An entry that changes is
+        another one, so each is shown once: policies are asked at every arrival."""
+        known, self._shown = self._shown, {}
+        for group_id, entry in self.accounts.open.items():
+            shown = known.get(group_id)
+            if shown is None or shown[0] is not entry:
+                shown = entry, _open_group(entry, self.group_size)
+            self._shown[group_id] = shown
+        committed = self.committed
+        return tuple(shown for g, (_, shown) in self._shown.items() if g not in committed)
 
     def num_infeasible(self) -> int:
         """Open groups that no order of steps can train within the policy's bound."""

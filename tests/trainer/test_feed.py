@@ -234,9 +234,30 @@ def test_the_next_step_fills_while_one_trains_and_one_more_waits(world: World) -
     for offset in range(3):
         world.score(0, offset)
     assert eventually(lambda: feed.status().get("waiting_for") == "trainer")
+    assert feed.status()["open_step"] == 2, "one full step that nobody took is all there is"
     assert [taken(feed).step for _ in range(3)] == [1, 2, 3]
     assert eventually(lambda: feed.status().get("waiting_for") == "publish")
     assert feed.published(v(1), "d").limits == (4, 0)
+
+
+def test_a_step_prepared_while_another_trains_keeps_the_bound_of_the_version_it_trains_at(
+    world: World,
+) -> None:
+    world.prompts(0, 20)
+    feed = world.feed(subject=policy("deadline", bound=1, lookahead=1), batch_size=1)
+    feed.published(v(0), "d")
+    for offset in range(2):
+        world.score(0, offset)
+    first = taken(feed)  # and it trains: version 1 is neither made nor published
+    assert eventually(lambda: feed.status().get("waiting_for") == "trainer")
+    assert feed.status()["open_step"] == 3
+    assert world.limits() == (2, 0), "what started now would be two versions old in step 3"
+    second = taken(feed)
+    assert [(s.step, s.version, dict(s.ages)) for s in (first, second)] == [
+        (1, v(0), {v(0): 0}),
+        (2, v(1), {v(0): 1}),
+    ]
+    assert feed.published(v(1), "d").limits == (3, 0)
 
 
 def test_prompts_that_come_later_are_granted_then(world: World) -> None:
