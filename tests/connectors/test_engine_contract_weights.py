@@ -231,15 +231,15 @@ async def test_memory_that_does_not_hold_the_announced_bytes_is_refused_and_chan
     bench.assert_own(done)
 
 
-@pytest.mark.parametrize("how", ["die", "stop"])
+@pytest.mark.parametrize(("how", "model"), [("die", 1), ("stop", ADAPTED)])
 @check
 async def test_a_trainer_lost_in_mid_update_leaves_no_version_and_serves_nothing(
-    bench: Bench, how: str, tmp_path: Path
+    bench: Bench, how: str, model: int, tmp_path: Path
 ) -> None:
     flight = await bench.fly()
     trainer = await asyncio.to_thread(
         begin_update,
-        tmp_path, bench.models.snapshot(1), bench.engine.url, bench.epoch, 2.0, how,
+        tmp_path, bench.models.snapshot(model), bench.engine.url, bench.epoch, 2.0, how,
     )  # fmt: skip
     try:
         await bench.until(lambda state: state.version is None)
