@@ -34,7 +34,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "deploy": (*ROOMS, "headwater"),
 }
 LIBRARY_ROOMS: dict[str, tuple[str, ...]] = {
-    "deepspeed": ("trainer/engine.py", "trainer/process_group.py"),
+    "deepspeed": (
+        "trainer/engine.py",
+        "trainer/engine_state.py",
+        "trainer/process_group.py",
+        "trainer/sequence_parallel.py",
+        "trainer/zero.py",
+    ),
     "kafka": (
         "connectors/kafka/client.py",
         "connectors/kafka/connections.py",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -30,7 +31,7 @@ class BadTrajectory(ValueError):
         self.trajectory_id = trajectory_id
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Rows:
     """A step's trajectories as flat rows: groups in order, each group's trajectories in order.
 
@@ -64,16 +65,21 @@ class Rows:
         """All tokens of all rows, prompts included."""
         return sum(len(tokens) for tokens in self.tokens)
 
+    @cached_property
+    def num_trained_N(self) -> NDArray[np.int64]:
+        """Tokens of each row that carry a loss."""
+        return np.array([np.count_nonzero(mask) for mask in self.masks], np.int64)
+
     @property
     def num_trained(self) -> int:
-        """Tokens that carry a loss."""
-        return sum(int(mask.sum()) for mask in self.masks)
+        """Of all rows."""
+        return int(self.num_trained_N.sum())
 
     @property
     def untrained(self) -> tuple[int, ...]:
         """Rows without a trained token: their reward counts in the baseline, they enter no
         micro-batch."""
-        return tuple(i for i, mask in enumerate(self.masks) if not mask.any())
+        return tuple(np.flatnonzero(self.num_trained_N == 0).tolist())
 
     def chosen(self, indices: Sequence[int]) -> Rows:
         """Some of them, in that order."""

@@ -122,6 +122,7 @@ class TrainingEngine:
         be_deterministic()
         start_process_group(world)
         self._device = world.device
+        self._sequence_group = sequence_group(world, trainer.sequence_parallel)
         config = zero.deepspeed_config(trainer, model.dtype)
         with quiet_deepspeed():
             with zero.loading(config, whole=trainer.lora is not None):
@@ -130,7 +131,7 @@ class TrainingEngine:
                     self._dtype,
                     temperature,
                     gradient_checkpointing=trainer.gradient_checkpointing,
-                    sequence_group=sequence_group(world, trainer.sequence_parallel),
+                    sequence_group=self._sequence_group,
                 )
             self._adapted = None
             if trainer.lora is not None:
@@ -301,7 +302,9 @@ class TrainingEngine:
             found: PolicyModel = self._engine.module
             return found
         if self._initial is None:
-            self._initial = load_policy(self._path, self._dtype, self._temperature)
+            self._initial = load_policy(
+                self._path, self._dtype, self._temperature, sequence_group=self._sequence_group
+            )
             self._initial.to(self._device).requires_grad_(False)
         return self._initial
 
