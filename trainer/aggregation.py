@@ -122,7 +122,11 @@ def _per_unit(lengths: Floats, keys: Ints) -> tuple[Floats, float]:
 
 def _lengths(masks: Any) -> Floats:
     rows: Sequence[Any] = masks
-    return np.array([float((row != 0).sum()) for row in rows], np.float64)
+    return np.array([float(_count(row)) for row in rows], np.float64)
+
+
+def _count(row: Any) -> Any:
+    return np.count_nonzero(row) if isinstance(row, np.ndarray) else (row != 0).sum()
 
 
 def _numbers(values: Any) -> Ints:
