@@ -27,7 +27,7 @@ from typing import Any, Generic, TypeVar
 from bytewax.operators import StatefulBatchLogic
 
 from connectors.kafka.orders import Orders
-from connectors.kafka.source import STOP, Item, StopFlag
+from connectors.kafka.source import POLL_S, STOP, Item, StopFlag
 from connectors.records import Cancel, Origin, Version
 
 X = TypeVar("X")
@@ -81,7 +81,7 @@ class AsyncWork(Generic[X]):
         self,
         work: Callable[[Item], Awaitable[Sequence[X]]],
         refetch: Callable[[int, int], Item],
-        poll_s: float = 0.005,
+        poll_s: float = POLL_S,
         *,
         stop: StopFlag = STOP,
     ) -> None:
@@ -148,10 +148,9 @@ class AsyncLogic(StatefulBatchLogic, Generic[X]):  # type: ignore[misc]
         return outputs, StatefulBatchLogic.RETAIN
 
     def notify_at(self) -> datetime | None:
-        now = datetime.now(UTC)
-        if self._done:
-            return now
-        return now + timedelta(seconds=self._poll_s) if self._in_flight else None
+        if not self._in_flight:
+            return None
+        return datetime.now(UTC) + timedelta(seconds=self._poll_s)
 
     def snapshot(self) -> tuple[InFlight, ...]:
         return tuple(map(_in_flight, self._in_flight.values()))

@@ -63,7 +63,7 @@ class SinkPart(StatefulSinkPartition):  # type: ignore[misc]
         self._end = self._read_back(cluster, since)
 
     def write_batch(self, values: list[Outgoing]) -> None:
-        """Returns once everything is acknowledged; a delivery error is raised."""
+        """Returns at once: the worker goes on while the broker stores it."""
         for outgoing in values:
             if outgoing.key in self._unmatched:
                 self._unmatched.remove(outgoing.key)
@@ -75,15 +75,20 @@ class SinkPart(StatefulSinkPartition):  # type: ignore[misc]
                 key=outgoing.key.encode(),
                 headers={**outgoing.headers, HEADER_WRITER: self._writer},
             )
-        offsets = self._producer.flush()
-        if offsets:
-            self._end = offsets[-1] + 1
 
     def snapshot(self) -> SinkState:
+        """Once everything is acknowledged; a delivery error is raised. What was written after a
+        snapshot that never came to be is generated again, or read back."""
+        self._flush()
         return (self._end, tuple(sorted(self._unmatched)))
 
     def close(self) -> None:
+        self._flush()
         self._producer.close()
+
+    def _flush(self) -> None:
+        if offsets := self._producer.flush():
+            self._end = offsets[-1] + 1
 
     def _read_back(self, cluster: Cluster, since: int) -> int:
         """Adds the keys this writer wrote at or after `since`; the partition's end offset."""

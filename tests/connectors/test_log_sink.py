@@ -5,15 +5,24 @@ from __future__ import annotations
 import os
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from connectors.kafka.client import Cluster, KafkaFailure, Producer, RecordTooLarge, read_all
+from connectors.kafka.client import (
+    BrokerUnavailable,
+    Cluster,
+    KafkaFailure,
+    Producer,
+    RecordTooLarge,
+    read_all,
+)
 from connectors.kafka.dead_letters import dead_letter, fits
 from connectors.kafka.sink import LogSink, Outgoing, SinkPart, SinkState
 from connectors.kafka.topics import ensure_topics
 from connectors.records import Origin
+from tests.broker_process import BrokerProcess
 
 
 def out(key: str, payload: str = "first") -> Outgoing:
@@ -24,6 +33,13 @@ def part(cluster: Cluster, state: SinkState | None = None, writer: str = "rollou
     sink = LogSink(cluster, "rollouts", writer)
     name = sink.list_parts()[sink.part_fn("1")]
     return sink.build_part("step", name, pickle.loads(pickle.dumps(state)))
+
+
+def stored(sink: SinkPart, *values: Outgoing) -> SinkPart:
+    """Writes them, and then dies before the snapshot is kept."""
+    sink.write_batch(list(values))
+    sink.snapshot()
+    return sink
 
 
 def written(cluster: Cluster) -> list[str]:
@@ -48,35 +64,32 @@ def test_what_a_dead_run_wrote_after_its_snapshot_is_not_written_again(cluster: 
     dead = part(cluster)
     dead.write_batch([out("a")])
     state = dead.snapshot()
-    dead.write_batch([out("b"), out("c")])
-    again = part(cluster, state)
-    again.write_batch([out("c", "again"), out("d", "again"), out("b", "again")])
+    stored(dead, out("b"), out("c"))
+    stored(part(cluster, state), *(out(key, "again") for key in "cdb"))
     assert written(cluster) == ["a first", "b first", "c first", "d again"]
 
 
 def test_keys_not_generated_again_survive_a_second_kill(cluster: Cluster) -> None:
     """The read-back of the second restart starts after them: only the snapshot knows them."""
     ensure_topics(cluster, {"rollouts": 2})
-    part(cluster).write_batch([out("a"), out("b"), out("c")])  # killed before any snapshot
+    stored(part(cluster), out("a"), out("b"), out("c"))
     second = part(cluster)
     second.write_batch([out("b", "again")])
     state = second.snapshot()
     assert state == (3, ("a", "c"))
-    second.write_batch([out("d", "again")])
-    third = part(cluster, state)
-    third.write_batch([out(key, "third") for key in "adce"])
+    stored(second, out("d", "again"))
+    third = stored(part(cluster, state), *(out(key, "third") for key in "adce"))
     assert written(cluster) == ["a first", "b first", "c first", "d again", "e third"]
     assert third.snapshot() == (5, ())
 
 
 def test_records_of_other_writers_are_left_alone(cluster: Cluster) -> None:
     ensure_topics(cluster, {"rollouts": 2})
-    part(cluster, writer="near-line").write_batch([out("a", "near-line")])
+    stored(part(cluster, writer="near-line"), out("a", "near-line"))
     producer = Producer(cluster)
     producer.append(cluster.topic("rollouts"), 1, b"by hand")
     producer.append(cluster.topic("rollouts"), 1, b"a by hand", key=b"a")
-    sink = part(cluster)
-    sink.write_batch([out("a")])
+    stored(part(cluster), out("a"))
     assert written(cluster) == ["a near-line", "by hand", "a by hand", "a first"]
 
 
@@ -87,6 +100,17 @@ def test_a_delivery_error_is_raised(cluster: Cluster) -> None:
         sink.write_batch([Outgoing(key="a", value=os.urandom(1 << 17))])
     with pytest.raises(KafkaFailure, match="does not exist"):
         LogSink(cluster, "nothing", "w").list_parts()
+
+
+def test_no_snapshot_is_taken_of_what_the_broker_did_not_acknowledge(tmp_path: Path) -> None:
+    broker = BrokerProcess(tmp_path / "broker")
+    cluster = Cluster(bootstrap_servers=broker.bootstrap, unavailable_s=2.0)
+    ensure_topics(cluster, {"rollouts": 2})
+    sink = stored(part(cluster), out("a"))
+    broker.kill9()
+    sink.write_batch([out("b")])  # returns at once
+    with pytest.raises(BrokerUnavailable):
+        sink.snapshot()
 
 
 def test_parts_beyond_nine_keep_their_partition(cluster: Cluster) -> None:
@@ -122,5 +146,5 @@ def test_a_dead_letter_that_fits_no_message_becomes_a_reference(cluster: Cluster
             assert msgspec.json.decode(letter.value) == {"origin": "prompts/1/7", "bytes": size}
         else:
             largest = size
-        sink.write_batch([letter])  # the broker takes whatever `fits`
+        stored(sink, letter)  # the broker takes whatever `fits`
     assert largest > (1 << 16) - 3000
