@@ -45,9 +45,10 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python -P -m pytest tests/test_layering.py
 
-# What a publish and a checkpoint cost against a copy in memory, and what a recovery takes; on a
-# machine with nothing else.
+# What log-probs, packing, a publish and a checkpoint cost beside the least they could, and what a
+# recovery takes; on a machine with nothing else. JSON=FILE takes the figures of the first two.
 bench: $(STAMP)
+	$(BIN)/python -P -m benchmarks.micro --json $(or $(JSON),-)
 	$(BIN)/python -P -m benchmarks.publish
 	$(BIN)/python -P -m benchmarks.saving
 

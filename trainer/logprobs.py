@@ -1,7 +1,7 @@
 """Log-probs of chosen tokens: hidden states enter, float32 numbers leave, full logits never exist.
 
 `chosen_logprobs` computes log-softmax(hidden @ weight.T / temperature)[token] a chunk of rows at a
-time and recomputes each chunk in the backward pass: its extra memory is a few chunks, not `N x V`,
+time and recomputes each chunk in the backward pass: its extra memory is two chunks, not `N x V`,
 its extra time one product of four. On CUDA the passes over a chunk are Liger's kernel where that
 is installed (`trainer.fused`).
 
@@ -12,18 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import ceil
-from pathlib import Path
 from typing import Any, Final
 
 import torch
-import transformers
 from torch import Tensor
 
 from trainer import fused
 
 CHUNK_BYTES: Final = 28 * 2**20
-"""Fewer rows (149 of 49,152 scores) slow a CPU's products down, and from 32 MiB on malloc hands
-memory back and faults it in again, chunk by chunk."""
+"""149 rows of 49,152 scores: with fewer a CPU's products slow down."""
 
 
 def chosen_logprobs(
@@ -70,17 +67,21 @@ class _ChosenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         kernel = fused.kernel_for(hidden_NH.device, entropy_gradient=entropy_gradient)
         ctx.is_fused = kernel != fused.TORCH
-        ctx.temperature, ctx.chunk_bytes = temperature, chunk_bytes
-        ctx.entropy_gradient = entropy_gradient
+        ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
         num_rows = hidden_NH.shape[0]
         logprobs_N = torch.empty(num_rows, dtype=torch.float32, device=hidden_NH.device)
         normalizer_N, entropy_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
-        for rows in _chunks(num_rows, 4 * weight_VH.shape[0], chunk_bytes):
-            logprobs_N[rows], normalizer_N[rows], entropy_N[rows] = _summary(
-                _scores(hidden_NH[rows], weight_VH, temperature, ctx.is_fused),
-                tokens_N[rows],
-                ctx.is_fused,
-            )
+        ctx.chunk_rows = _chunk_rows(num_rows, 4 * weight_VH.shape[0], chunk_bytes)
+        room = () if ctx.is_fused else _room(2, ctx.chunk_rows, weight_VH)
+        for rows in _chunks(num_rows, ctx.chunk_rows):
+            hidden_RH, tokens_R = hidden_NH[rows], tokens_N[rows]
+            if ctx.is_fused:
+                found = _fused_summary(_product(hidden_RH, weight_VH, temperature), tokens_R)
+            else:
+                scores_RV, probs_RV = (chunk_RV[: len(tokens_R)] for chunk_RV in room)
+                _scores(hidden_RH, weight_VH, temperature, scores_RV)
+                found = _summary(scores_RV, tokens_R, probs_RV)
+            logprobs_N[rows], normalizer_N[rows], entropy_N[rows] = found
         ctx.save_for_backward(hidden_NH, weight_VH, tokens_N, normalizer_N, entropy_N)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_N)
@@ -93,55 +94,82 @@ class _ChosenLogprobs(torch.autograd.Function):
         grad_hidden_NH = torch.empty_like(hidden_NH)
         # Chunks add up in float32: in bfloat16 the later ones would vanish.
         grad_weight_VH = torch.zeros(weight_VH.shape, dtype=torch.float32, device=weight_VH.device)
-        for rows in _chunks(hidden_NH.shape[0], 4 * weight_VH.shape[0], ctx.chunk_bytes):
-            scores_RV = _scores(hidden_NH[rows], weight_VH, ctx.temperature, ctx.is_fused)
+        room = () if ctx.is_fused else _room(1, ctx.chunk_rows, weight_VH)
+        for rows in _chunks(hidden_NH.shape[0], ctx.chunk_rows):
+            hidden_RH, tokens_R = hidden_NH[rows], tokens_N[rows]
             if ctx.is_fused:
-                slope_RV = fused.cross_entropy_slope(scores_RV, tokens_N[rows])
-                slope_RV.mul_(-grad_N[rows, None])
+                slope_RV = fused.cross_entropy_slope(
+                    _product(hidden_RH, weight_VH, ctx.temperature), tokens_R
+                ).mul_(-grad_N[rows, None])
             else:
+                scores_RV = room[0][: len(tokens_R)]
+                _scores(hidden_RH, weight_VH, ctx.temperature, scores_RV)
                 slope_RV = _slope(
                     scores_RV.sub_(normalizer_N[rows, None]),
-                    tokens_N[rows],
+                    tokens_R,
                     grad_N[rows, None],
                     entropy_N[rows, None],
                     entropy_grad_N[rows, None] if ctx.entropy_gradient else None,
                 ).to(weight_VH.dtype)
-            del scores_RV
             grad_hidden_NH[rows] = slope_RV @ weight_VH
-            _add_product(grad_weight_VH, slope_RV.t(), hidden_NH[rows])
+            _add_product(grad_weight_VH, slope_RV.t(), hidden_RH)
         return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None
 
 
-def _chunks(num_rows: int, row_bytes: int, chunk_bytes: int) -> Iterator[slice]:
-    """Of about equal size: a short last one would read the whole weight for a few rows."""
-    num_chunks = max(1, ceil(num_rows * row_bytes / chunk_bytes))
-    size = max(1, ceil(num_rows / num_chunks))
-    return (slice(start, start + size) for start in range(0, num_rows, size))
+def _chunk_rows(num_rows: int, row_bytes: int, chunk_bytes: int) -> int:
+    """At most what fits, and about as many in each: a short last chunk would read the whole weight
+    for a few rows."""
+    fitting = max(1, chunk_bytes // row_bytes)
+    return ceil(num_rows / max(1, ceil(num_rows / fitting)))
 
 
-def _scores(hidden_RH: Tensor, weight_VH: Tensor, temperature: float, is_fused: bool) -> Tensor:
-    if is_fused:  # the kernel reads the product as it is: the temperature goes before it
-        return (hidden_RH / temperature) @ weight_VH.t()
-    # float() of a float32 product is the product itself, so dividing in place touches no input.
-    return (hidden_RH @ weight_VH.t()).float().div_(temperature)
+def _chunks(num_rows: int, chunk_rows: int) -> Iterator[slice]:
+    return (slice(start, start + chunk_rows) for start in range(0, num_rows, max(1, chunk_rows)))
 
 
-def _summary(scores_RV: Tensor, tokens_R: Tensor, is_fused: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: the token's log-prob, the log of the normalizer, the entropy."""
+def _room(num_chunks: int, chunk_rows: int, weight_VH: Tensor) -> tuple[Tensor, ...]:
+    """Memory for float32 chunks, taken once: given back and faulted in again for each chunk, it
+    would cost time, and more of it."""
+    return tuple(
+        torch.empty(chunk_rows, weight_VH.shape[0], dtype=torch.float32, device=weight_VH.device)
+        for _ in range(num_chunks)
+    )
+
+
+def _scores(hidden_RH: Tensor, weight_VH: Tensor, temperature: float, scores_RV: Tensor) -> None:
+    if hidden_RH.dtype == torch.float32:
+        torch.mm(hidden_RH, weight_VH.t(), out=scores_RV)
+    else:
+        scores_RV.copy_(hidden_RH @ weight_VH.t())
+    scores_RV.div_(temperature)
+
+
+def _product(hidden_RH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
+    """The scores in the inputs' dtype, which is what the kernel reads: the temperature goes before
+    the product."""
+    return (hidden_RH / temperature) @ weight_VH.t()
+
+
+def _summary(
+    scores_RV: Tensor, tokens_R: Tensor, probs_RV: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: the token's log-prob, the log of the normalizer, the entropy. One exp serves
+    all; overwrites the scores, and `probs_RV` with what they need."""
     chosen_R = scores_RV.gather(1, tokens_R[:, None])[:, 0]
-    if is_fused:
-        loss_R = fused.cross_entropy(scores_RV, tokens_R)
-        normalizer_R = chosen_R + loss_R
-        logp_RV = scores_RV - normalizer_R[:, None]
-        return -loss_R, normalizer_R, -logp_RV.exp().mul_(logp_RV).sum(-1)
-    # One exp for normalizer and entropy; the scores are shifted where they lie.
     peak_R1 = scores_RV.amax(-1, keepdim=True)
-    probs_RV = scores_RV.sub_(peak_R1).exp()
+    torch.exp(scores_RV.sub_(peak_R1), out=probs_RV)
     total_R = probs_RV.sum(-1)
     log_total_R = total_R.log()
     normalizer_R = peak_R1[:, 0] + log_total_R
     entropy_R = log_total_R - probs_RV.mul_(scores_RV).sum(-1) / total_R
     return chosen_R - normalizer_R, normalizer_R, entropy_R
+
+
+def _fused_summary(scores_RV: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    loss_R = fused.cross_entropy(scores_RV, tokens_R)
+    normalizer_R = scores_RV.gather(1, tokens_R[:, None])[:, 0] + loss_R
+    logp_RV = scores_RV - normalizer_R[:, None]
+    return -loss_R, normalizer_R, -logp_RV.exp().mul_(logp_RV).sum(-1)
 
 
 def _slope(
@@ -169,76 +197,3 @@ def _add_product(sum_VH: Tensor, left_VR: Tensor, right_RH: Tensor) -> None:
         torch.addmm(sum_VH, left_VR, right_RH, out_dtype=torch.float32, out=sum_VH)
     else:
         sum_VH.addmm_(left_VR.float(), right_RH.float())
-
-
-class PolicyModel(torch.nn.Module):
-    """A Hugging Face causal language model whose forward answers with log-probs of its input
-    tokens."""
-
-    def __init__(self, model: Any, temperature: float) -> None:
-        super().__init__()
-        self.model = model
-        self.temperature = temperature
-
-    def forward(
-        self,
-        tokens_BT: Tensor,
-        position_ids_BT: Tensor,
-        mask_BT: Tensor,
-        entropy_gradient: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """(log-probs [B, T], entropies [B, T]), float32; the entropies carry a gradient if asked.
-
-        Column t is of tokens[:, t] given the tokens before it; 0 where the mask is False. `mask_BT`
-        must be False in column 0: nothing predicts the first token. Padding stands on the right,
-        where causal attention keeps it from every real token, so no attention mask is needed.
-        """
-        hidden_BTH = self.model.base_model(
-            input_ids=tokens_BT, position_ids=position_ids_BT, use_cache=False
-        ).last_hidden_state
-        predicted = mask_BT[:, 1:]
-        logprobs_N, entropy_N = chosen_logprobs(
-            hidden_BTH[:, :-1][predicted],
-            self.model.get_output_embeddings().weight,
-            tokens_BT[:, 1:][predicted],
-            self.temperature,
-            entropy_gradient=entropy_gradient,
-        )
-        empty_BT = torch.zeros(mask_BT.shape, dtype=torch.float32, device=mask_BT.device)
-        return (
-            empty_BT.masked_scatter(mask_BT, logprobs_N),
-            empty_BT.masked_scatter(mask_BT, entropy_N),
-        )
-
-    @torch.no_grad()
-    def check_head(self) -> None:
-        """ValueError if the model's logits are more than its output embedding times its last hidden
-        state (a bias, a soft cap, a scale): its log-probs would be wrong without a sound."""
-        weight = self.model.get_output_embeddings().weight
-        tokens_BT = torch.arange(8, device=weight.device)[None] % weight.shape[0]
-        positions_BT = torch.arange(8, device=weight.device)[None]
-        mask_BT = positions_BT > 0
-        ours_BT, _ = self(tokens_BT, positions_BT, mask_BT)
-        logits = self.model(input_ids=tokens_BT, use_cache=False).logits.float() / self.temperature
-        theirs = torch.log_softmax(logits, -1)[:, :-1].gather(2, tokens_BT[:, 1:, None])[..., 0]
-        gap = (ours_BT[:, 1:] - theirs).abs().max().item()
-        if not gap <= (1e-3 if weight.dtype == torch.float32 else 0.25):
-            raise ValueError(
-                f"{type(self.model).__name__}: log-probs computed from the output embedding differ "
-                f"from the model's own by {gap:.3g}; heads with a bias, scale or soft cap are not "
-                "supported"
-            )
-
-
-def load_policy(path: Path, dtype: torch.dtype, temperature: float) -> PolicyModel:
-    """That of a Hugging Face folder, without dropout: its log-probs must be those of the policy
-    that samples."""
-    transformers.utils.logging.disable_progress_bar()
-    settings = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-    for key, value in vars(settings).items():
-        if key.endswith(("dropout", "pdrop")) and isinstance(value, float):
-            setattr(settings, key, 0.0)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, config=settings, dtype=dtype, attn_implementation="sdpa", local_files_only=True
-    )
-    return PolicyModel(model, temperature)
