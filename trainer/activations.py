@@ -2,12 +2,13 @@
 
 Forward and backward run on shapes alone (torch's meta device): each operator of the real policy is
 called in its real order, gradient checkpointing and the head's chunks included, and the bytes of
-all tensors alive are counted, but no number is computed. So it takes a second or two for any number
-of tokens, needs no memory, and leaves weights, gradients and random state as they are: none of
-them is touched.
+all tensors alive are counted, but no number is computed. So it takes about two CPU seconds a size
+for 30 layers, whatever the number of tokens, needs no memory, and leaves weights, gradients and
+random state as they are: none of them is touched.
 
-Counted so, the peak equals that of torch's own record of its allocations (the profiler's) within
-0.1%. Resident memory says less: it moves with what the heap kept of earlier work
+Counted so, the peak of a float32 pass on a CPU was that of torch's own record of its allocations
+(the profiler's) to 0.1 MiB at 512 and 1,024 tokens of a 4-layer model, and 3 MiB more than it at
+64. Resident memory says less: it moves with what the heap kept of earlier work
 (`memory.bound_heap`), and needs a run at full size, which takes minutes on a CPU.
 
 Not counted are an operator's inner buffers, such as cuBLAS's work space, and what rounding and
