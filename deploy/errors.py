@@ -58,6 +58,7 @@ _BY_NAME: Final = {
         "pipelines.recovery_folder.RecoveryLocked",
         "pipelines.recovery_folder.RecoveryLost",
         "trainer.checkpoint.CheckpointFailed",
+        "trainer.memory.MemoryShort",
     ),
     NOT_VERIFIED: (
         "trainer.reexecute.ReexecutionDiffers",

@@ -49,7 +49,7 @@ from connectors import config as configuration
 from connectors import weights
 from connectors.weights.layout import Digester
 from operators.tracker import TrackerState
-from trainer import engine_state, shares, zero
+from trainer import budget, engine_state, memory, shares, zero
 from trainer.batches import Rows
 from trainer.forward import Forwards
 from trainer.lora import add_adapters
@@ -101,8 +101,8 @@ class TrainingEngine:
     ) -> None:
         """`tell`: of rank 0, makes the other ranks do what this one does; None for a rank alone, or
         where each has a caller. ConfigError for another number of ranks than the world has,
-        FileNotFoundError for a missing model folder; ValueError for a
-        model whose head or attention cannot be reproduced."""
+        FileNotFoundError for a missing model folder, MemoryShort for what does not fit; ValueError
+        for a model whose head or attention cannot be reproduced."""
         self.tracker = TrackerState()
         self._path = Path(model_path)
         if not (self._path / "config.json").is_file():
@@ -123,6 +123,8 @@ class TrainingEngine:
         start_process_group(world)
         self._device = world.device
         self._sequence_group = sequence_group(world, trainer.sequence_parallel)
+        there = memory.available(self._device, ranks_here=world.num_ranks, heap=memory.bound_heap())
+        world.each(None)  # all have looked before one of them loads
         config = zero.deepspeed_config(trainer, model.dtype)
         with quiet_deepspeed():
             with zero.loading(config, whole=trainer.lora is not None):
@@ -136,6 +138,7 @@ class TrainingEngine:
             self._adapted = None
             if trainer.lora is not None:
                 self._adapted = add_adapters(policy.model, trainer.lora, ADAPTERS_SEED)
+            self._max_tokens = budget.settle(policy, trainer, model, there, world)
             policy.to(self._device)
             trained = [p for p in policy.parameters() if p.requires_grad]
             self._engine, *_ = deepspeed.initialize(
@@ -149,7 +152,6 @@ class TrainingEngine:
             self._plan = weights.plan(weights.shapes_of(self.named_parameters()), self._dtype)
         else:
             self._plan = self._adapted.plan(self._dtype)
-        self._max_tokens = int(trainer.max_tokens_per_microbatch)
 
     @property
     def max_tokens(self) -> int:
@@ -406,6 +408,7 @@ class TrainingEngine:
             "torch": str(torch.__version__),
             "deepspeed": deepspeed.__version__,
             "transformers": transformers.__version__,
+            **({} if self._adapted is None else self._adapted.environment()),
         }
 
     def close(self) -> None:

@@ -51,6 +51,12 @@ class Adapted:
         shapes = weights.shapes_of(self.named_parameters())
         return weights.plan(shapes, dtype, adapters=weights.Adapters(self.scale, self.base))
 
+    def environment(self) -> dict[str, str]:
+        """What bits depend on beside the adapters themselves."""
+        import peft
+
+        return {"lora_base": self.base, "lora_scale": repr(self.scale), "peft": peft.__version__}
+
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
         """Inside, the model computes as it did before it had adapters. Graphs that were made

@@ -34,6 +34,8 @@ def save_whole(
                 whole[name] = parameter.detach().cpu().clone()
     if not by_this_rank:
         return
+    known = dict(model.named_parameters(remove_duplicate=False))
+    whole |= {name: kept for name, kept in model.state_dict().items() if name not in known}
     model.save_pretrained(folder, state_dict=whole)
     for pattern in TOKENIZER_FILES:
         for file in source.glob(pattern):

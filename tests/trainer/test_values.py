@@ -18,6 +18,7 @@ from tests.trainer.groups import trainable_group
 from tests.trainer.training import open_engine
 from trainer.engine import TrainingEngine
 from trainer.execute import Execution, execute
+from trainer.packing import Assignment
 from trainer.values import key_of, learnt, metrics, rewards_of, tracker_of
 
 SPO = Trainer(
@@ -160,5 +161,6 @@ def test_a_step_with_too_few_to_normalise_over_is_skipped_with_the_reason(
     learns = name == "spo"  # from a skipped step's rewards too, and the policy stays
     expected = TrackerState({"a/p": Belief(0.48 + 1, 0.48)})
     assert engine.tracker == (expected if learns else TrackerState())
-    again = execute(engine, [alone], trainer, seed=1, micro_batches=done.micro_batches)
+    assignment = Assignment(micro_batches=done.micro_batches, ranks=())
+    again = execute(engine, [alone], trainer, seed=1, assignment=assignment)
     assert again.skipped == reason
