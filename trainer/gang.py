@@ -195,12 +195,14 @@ class Gang:
 
     # ------------------------------------------------------------------------------- what is told
     def wait_ready(self) -> None:
-        """Until all are about to meet. RankDied."""
+        """Until all are about to meet. RankDied; RuntimeError when they are not in MEET_S."""
         with self._news:
-            self._news.wait_for(
+            is_over = self._news.wait_for(
                 lambda: self._gone or all(rank.is_ready for rank in self._ranks.values()), MEET_S
             )
         self.check()
+        if not is_over:
+            raise RuntimeError(f"not all ranks came up in {MEET_S:.0f} s")
 
     def tell(self, call: Call) -> None:
         """Makes the other ranks do it, after what they were told before. RankDied."""

@@ -83,13 +83,18 @@ class Line:
             yield self._calls.get()
 
     def _listen(self) -> None:
+        try:
+            self._sort()
+        except (EOFError, OSError):
+            log.info("rank 0 is gone")
+        except Exception:  # the thread's edge: without it, nothing would end this process
+            log.exception("what rank 0 said")
+        os._exit(1)
+
+    def _sort(self) -> None:
         captured: Future[StateCopy] = Future()
         while True:
-            try:
-                told = rank_line.decode_told(self._connection.recv_bytes())
-            except (EOFError, OSError):
-                log.info("rank 0 is gone")
-                os._exit(1)
+            told = rank_line.decode_told(self._connection.recv_bytes())
             if isinstance(told, Write):
                 self._writes.put((told.folder, captured))
                 continue
