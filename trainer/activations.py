@@ -9,7 +9,7 @@ random state as they are: none of them is touched.
 Counted so, the peak of a float32 pass on a CPU was that of torch's own record of its allocations
 (the profiler's) to 0.1 MiB at 512 and 1,024 tokens of a 4-layer model, and 3 MiB more than it at
 64. Resident memory says less: it moves with what the heap kept of earlier work
-(`memory.bound_heap`), and needs a run at full size, which takes minutes on a CPU.
+(`memory.HEAP`), and needs a run at full size, which takes minutes on a CPU.
 
 Not counted are an operator's inner buffers, such as cuBLAS's work space, and what rounding and
 fragmentation cost an allocator.

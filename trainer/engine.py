@@ -53,6 +53,7 @@ from trainer import budget, engine_state, memory, shares, zero
 from trainer.batches import Rows
 from trainer.forward import Forwards
 from trainer.lora import add_adapters
+from trainer.model_state import sizes
 from trainer.packing import check_assignment
 from trainer.policy import PolicyModel, load_policy
 from trainer.pretrained import save_whole
@@ -123,7 +124,7 @@ class TrainingEngine:
         start_process_group(world)
         self._device = world.device
         self._sequence_group = sequence_group(world, trainer.sequence_parallel)
-        there = memory.available(self._device, ranks_here=world.num_ranks, heap=memory.bound_heap())
+        there = memory.available(self._device, ranks_here=world.num_ranks)
         world.each(None)  # all have looked before one of them loads
         config = zero.deepspeed_config(trainer, model.dtype)
         with quiet_deepspeed():
@@ -141,6 +142,7 @@ class TrainingEngine:
             self._max_tokens = budget.settle(policy, trainer, model, there, world)
             policy.to(self._device)
             trained = [p for p in policy.parameters() if p.requires_grad]
+            zero.bound_buckets(config, sizes(trained)[1])
             self._engine, *_ = deepspeed.initialize(
                 model=policy, model_parameters=trained, config=config
             )

@@ -10,7 +10,6 @@ and an optimizer step. `available` is read before the rank loads anything.
 
 from __future__ import annotations
 
-import ctypes
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,10 +27,10 @@ SHARE: Final = 0.8
 that come and go, and for what the prediction does not count."""
 ROUND_TOKENS: Final = 256
 """What "auto" finds is a multiple, so that a few bytes more or less give the same."""
-_HEAP: Final = 1.05
-_LOOSE_HEAP: Final = 1.3
-_M_MMAP_THRESHOLD: Final = -3  # of malloc.h
-_BLOCK_BYTES: Final = 128 * 1024
+HEAP: Final = 1.3
+"""Resident bytes for one of a tensor on a CPU, where the heap between those that live is in pieces;
+on CUDA, `CUDA_HEAP`."""
+CUDA_HEAP: Final = 1.05
 _UNLIMITED: Final = 1 << 60  # of a version 1 cgroup: its largest number of pages
 
 
@@ -47,33 +46,20 @@ class Available:
     host_bytes    where what is offloaded, copies of checkpoints and published weights lie
     limit         what `device_bytes` are the rest of
     is_cuda       whether the two are different memories
-    heap          resident bytes for one of a tensor (`bound_heap`)
+    heap          resident bytes for one of a tensor
     """
 
     device_bytes: int
     host_bytes: int
     limit: str
     is_cuda: bool = False
-    heap: float = _HEAP
-
-
-def bound_heap() -> float:
-    """Has glibc return freed blocks from 128 KiB on at once, for the whole process. Left alone it
-    raises that threshold up to 32 MiB, and activations then take a quarter more than they are (the
-    heap between those that live is in pieces). Returns what to count for one byte of a tensor:
-    1.05, or 1.3 where the C library has no such setting."""
-    try:
-        found = ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _BLOCK_BYTES)
-    except (AttributeError, OSError):
-        found = 0
-    return _HEAP if found == 1 else _LOOSE_HEAP
+    heap: float = HEAP
 
 
 def available(
     device: torch.device,
     *,
     ranks_here: int = 1,
-    heap: float = _HEAP,
     root: Path = Path("/"),
 ) -> Available:
     """The least of what limits this process; what all of `ranks_here` share is cut evenly between
@@ -87,10 +73,10 @@ def available(
     limit = min(limits, key=lambda name: limits[name])
     host_bytes = max(0, limits[limit])
     if device.type != "cuda":
-        return Available(device_bytes=host_bytes, host_bytes=host_bytes, limit=limit, heap=heap)
+        return Available(device_bytes=host_bytes, host_bytes=host_bytes, limit=limit)
     free, _ = torch.cuda.mem_get_info(device)
     return Available(
-        device_bytes=free, host_bytes=host_bytes, limit=str(device), is_cuda=True, heap=heap
+        device_bytes=free, host_bytes=host_bytes, limit=str(device), is_cuda=True, heap=CUDA_HEAP
     )
 
 

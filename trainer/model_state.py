@@ -23,8 +23,7 @@ from typing import Final, Literal
 from connectors.config import Trainer
 
 BUCKET: Final = 500_000_000
-"""Gradients that DeepSpeed reduces at once (`reduce_bucket_size`): on CUDA the bucket is there
-whole, on a CPU as far as it is filled."""
+"""The most gradients that are reduced at once (DeepSpeed's `reduce_bucket_size`)."""
 LIVE: Final = 1_000_000_000
 """Parameters that stage 3 keeps whole at once (`stage3_max_live_parameters`)."""
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
@@ -111,7 +110,7 @@ def model_state(
     own = num_trained / num_ranks  # of the optimizer's state, from stage 1 on
     parameters = size * num_parameters / (num_ranks if stage == 3 else 1)
     optimizer = 8 * num_trained if stage == 0 else 12 * own
-    bucket = size * (BUCKET if is_cuda else min(BUCKET, num_trained))
+    bucket = size * min(BUCKET, num_trained)
     add("parameters", parameters, on_host=trainer.offload == "all")
     add("optimizer", optimizer, on_host=offloaded)
     if offloaded:  # their sum, and those of the last micro-batch

@@ -27,6 +27,9 @@ from trainer.batches import Rows, minibatch_of
 SHARED_LEAST: Final = 8
 """One part in so many of a row must be shared, or its prefix is computed again: sharing costs a
 copy of the attention's inputs."""
+SHARED_PRICE: Final = 4
+"""So many shared tokens count as one computed one in a micro-batch's budget: they take memory in
+attention alone, about a seventh of a computed one's on a 135M model."""
 PARTS_A_RANK: Final = 4
 """Rows are spread over several ranks in parts of at most one in so many of a rank's tokens."""
 
@@ -48,10 +51,10 @@ class Assignment:
 
 def assign(rows: Rows, max_tokens: int, num_minibatches: int = 1, num_ranks: int = 1) -> Assignment:
     """Cuts the rows with a trained token into micro-batches of at most `max_tokens` computed
-    tokens. Parts of a group go together; ranks get about equal numbers of tokens (longest part
-    first, to the rank that has least), and a part goes where it leaves the least room (best fit
-    decreasing). A pure function: equal rows give equal micro-batches. BudgetTooSmall for a row
-    longer than `max_tokens`."""
+    tokens (of shared ones, `SHARED_PRICE` count as one). Parts of a group go together; ranks get
+    about equal numbers of tokens (longest part first, to the rank that has least), and a part goes
+    where it leaves the least room (best fit decreasing). A pure function: equal rows give equal
+    micro-batches. BudgetTooSmall for a row longer than `max_tokens`."""
     left_out, part_N = set(rows.untrained), minibatch_of(rows, num_minibatches)
     trained = [i for i in range(len(rows)) if i not in left_out]
     longest = max(trained, key=lambda i: len(rows.tokens[i]), default=None)
@@ -73,7 +76,7 @@ def assign(rows: Rows, max_tokens: int, num_minibatches: int = 1, num_ranks: int
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows of one group, and at most how many tokens they take to compute."""
+    """Rows of one group, and what they take of a micro-batch's budget at most."""
 
     rows: tuple[int, ...]
     num_tokens: int
@@ -133,10 +136,11 @@ def _common(rows: Rows, group: Sequence[int]) -> int:
 
 
 def _num_tokens(rows: Rows, part: Sequence[int], common: int) -> int:
-    """At most so many are computed for these rows of a group whose rows have `common` tokens in
+    """At most so many of a budget these rows take, of a group whose rows have `common` tokens in
     common: any two of them share as many or more."""
     lengths = [len(rows.tokens[i]) for i in part]
-    return lengths[0] + sum(length - _pays(common, length) for length in lengths[1:])
+    shared = sum(_pays(common, length) for length in lengths[1:])
+    return sum(lengths) - shared + -(-shared // SHARED_PRICE)
 
 
 def _pays(shared: int, length: int) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers.integrations import HfDeepSpeedConfig
 
 from connectors.config import Trainer
+from trainer.model_state import BUCKET
 
 
 def deepspeed_config(trainer: Trainer, dtype: str) -> dict[str, Any]:
@@ -53,6 +54,11 @@ def deepspeed_config(trainer: Trainer, dtype: str) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
     }
+
+
+def bound_buckets(config: dict[str, Any], num_trained: int) -> None:
+    """No bucket of gradients is larger than all of them: on CUDA it is there whole."""
+    config["zero_optimization"]["reduce_bucket_size"] = min(BUCKET, num_trained)
 
 
 @contextmanager
