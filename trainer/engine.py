@@ -49,7 +49,7 @@ from connectors import config as configuration
 from connectors import weights
 from connectors.weights.layout import Digester
 from operators.tracker import TrackerState
-from trainer import budget, engine_state, memory, shares, zero
+from trainer import budget, engine_state, fused, memory, shares, zero
 from trainer.batches import Rows
 from trainer.forward import Forwards
 from trainer.lora import add_adapters
@@ -407,6 +407,9 @@ class TrainingEngine:
             "ranks": str(dist.get_world_size()),
             "zero_stage": str(self._trainer.zero_stage),
             "dtype": str(self._dtype).removeprefix("torch."),
+            "logprobs": fused.kernel_for(
+                self._device, entropy_gradient=self._trainer.entropy_coefficient > 0
+            ),
             "torch": str(torch.__version__),
             "deepspeed": deepspeed.__version__,
             "transformers": transformers.__version__,

@@ -13,8 +13,8 @@ from connectors import weights
 from connectors.config import Model, Trainer
 from deploy.device.parts import SHAPES, Figures, random_model, require, timed
 from trainer.batches import Rows
-from trainer.packing import assign
 from trainer.engine import TrainingEngine
+from trainer.packing import assign
 
 NUM_STEPS = 3
 
