@@ -66,6 +66,8 @@ def loading(config: dict[str, Any], *, whole: bool) -> Iterator[None]:
     """Inside, a transformers model is loaded part by part where each rank keeps a part, unless it
     is to be there `whole` first."""
     in_parts = config["zero_optimization"]["stage"] == 3 and not whole
+    # Ranks know parameters by numbers that count up in a process, which may have had an engine.
+    deepspeed.zero.Init.param_id = 0
     known = HfDeepSpeedConfig(config) if in_parts else None
     yield
     del known  # transformers looks whether it lives
