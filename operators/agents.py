@@ -101,10 +101,7 @@ Agent = Callable[[Prompt, LLM, Tools], Any]
 # agents
 async def single_turn(prompt: Prompt, llm: LLM, tools: Tools) -> Outcome | None:
     """One answer to the prompt's messages, text or ids."""
-    if prompt.messages is not None:
-        await llm.chat(prompt.messages)
-    else:
-        await llm.generate(())
+    await llm.generate(())
     return None
 
 

@@ -35,9 +35,10 @@ from connectors.records import (
     Version,
     decode_as,
 )
-from operators.agents import BUILT_IN, Agent, ContextFull, Outcome, Tools
+from operators.agents import BUILT_IN, Agent, ContextFull, Outcome, Tools, single_turn
 from operators.branches import BRANCH, OWN_METADATA, TRANSCRIPT
 from operators.llm import EngineLLM, Session, Text, derive_seed
+from operators.one_request import OneRequest
 from operators.user_code import TookTooLong, UserCode, clean, said
 
 AGENT_RETRIES: Final = 2
@@ -233,8 +234,10 @@ class Rollout:
 
     async def _together(self, job: _Job) -> list[Trajectory]:
         """All trajectories of the group; the first failure ends the others."""
+        engine = self._engine_for(job)
         under_way = [
-            asyncio.create_task(self._trajectory(job, k)) for k in range(job.task.group_size)
+            asyncio.create_task(self._trajectory(job, k, engine))
+            for k in range(job.task.group_size)
         ]
         try:
             return [row for rows in await asyncio.gather(*under_way) for row in rows]
@@ -243,12 +246,17 @@ class Rollout:
                 one.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
 
-    async def _trajectory(self, job: _Job, k: int) -> list[Trajectory]:
+    def _engine_for(self, job: _Job) -> Engine:
+        """Agents of one turn share a request; one that took more would wait for the slowest."""
+        num = job.task.group_size
+        if job.task.agent is not single_turn or num == 1:
+            return self._engine
+        return OneRequest(self._engine, f"{job.group_id}/{num}x{_since(job)}", num)
+
+    async def _trajectory(self, job: _Job, k: int, engine: Engine) -> list[Trajectory]:
         """The rows of trajectory k, the agent tried again when it raises; _Close otherwise."""
         for attempt in range(AGENT_RETRIES + 1):
-            llm = EngineLLM(
-                self._engine, self._text, self._session(job, k, attempt), job.prompt_ids
-            )
+            llm = EngineLLM(engine, self._text, self._session(job, k, attempt), job.prompt_ids)
             job.llms.append(llm)
             try:
                 outcome = await self._run_agent(job, llm)
@@ -282,9 +290,8 @@ class Rollout:
 
     def _session(self, job: _Job, k: int, attempt: int) -> Session:
         again = f".{attempt}" if attempt else ""
-        since = f"@{job.min_version}" if job.min_version is not None else ""
         return Session(
-            name=f"{job.group_id}/{k}{again}{since}",
+            name=f"{job.group_id}/{k}{again}{_since(job)}",
             group_id=job.group_id,
             seed=derive_seed(self._settings.seed, job.group_id, k, attempt),
             sampling=self._sampling,
@@ -292,6 +299,11 @@ class Rollout:
             min_version=job.min_version,
             attach=job.attach,
         )
+
+
+def _since(job: _Job) -> str:
+    """Of a request's id: work that may start from another version is other work."""
+    return f"@{job.min_version}" if job.min_version is not None else ""
 
 
 def _cancelled(job: _Job, cancel: Cancel) -> Closed:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from connectors.engines.types import Completion, EngineState, GenerateRequest
 from connectors.records import Segment, Version
 from connectors.text import Text
@@ -23,19 +25,24 @@ class FakeEngine:
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self.version = FIRST
-        self.requests: list[GenerateRequest] = []
+        self.requests: list[GenerateRequest] = []  # sample by sample
+        self.sent: list[str] = []  # ids as they came, of several samples or one
         self.held: dict[str, tuple[Completion, ...]] = {}
         self.cancelled: list[str] = []
         self.attached: list[str] = []
         self.away = False  # an outage: it holds up every request
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+        self.sent.append(request.request_id)
+        return tuple(await asyncio.gather(*map(self._sample, samples(request))))
+
+    async def _sample(self, request: GenerateRequest) -> Completion:
         self.requests.append(request)
         ids = self._answer(request)
         if ids is None:
             await asyncio.Event().wait()
         assert ids is not None
-        return (completion(ids, self.version, request.sampling.stop_ids),)
+        return completion(ids, self.version, request.sampling.stop_ids)
 
     async def attach(self, request_id: str) -> tuple[Completion, ...] | None:
         self.attached.append(request_id)
@@ -52,6 +59,25 @@ class FakeEngine:
         return EngineState(
             version=self.version, digest="0" * 16, epoch=0, num_running=0, num_queued=0, kv_use=0.0
         )
+
+
+def samples(request: GenerateRequest) -> list[GenerateRequest]:
+    """What a request for several samples asks for, one by one: GROUP/8x... becomes GROUP/0... to
+    GROUP/7..., as if each session had asked for itself."""
+    num = request.num_samples
+    if num == 1:
+        return [request]
+    return [
+        msgspec.structs.replace(
+            request,
+            request_id=request.request_id.replace(f"/{num}x", f"/{k}"),
+            num_samples=1,
+            sampling=msgspec.structs.replace(
+                request.sampling, seed=(request.sampling.seed or 0) + k
+            ),
+        )
+        for k in range(num)
+    ]
 
 
 def completion(

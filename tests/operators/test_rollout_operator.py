@@ -18,7 +18,7 @@ from operators import agents
 from operators.agents import Outcome
 from operators.rollout import AgentTask, Rolled, Rollout, Settings, check_agent
 from operators.user_code import UserCode
-from tests.operators.engine_fake import END, FakeEngine, in_turn, tokenizer
+from tests.operators.engine_fake import END, FakeEngine, completion, in_turn, tokenizer
 
 ORIGIN = Origin("headwater.prompts", 1, 42)
 ASKED: dict[str, Any] = {"task": "sum", "messages": [{"role": "user", "content": "a"}]}
@@ -216,8 +216,9 @@ class Ordered:
         self.engine = FakeEngine(answer)
         self._text, self._agent = text, agent
 
-    async def roll(self, *orders: tuple[Cancel, Version]) -> Rolled:
-        """Each order is given once the requests before it are at the engine."""
+    async def roll(self, *orders: tuple[Cancel, Version], look_s: float = 0.001) -> Rolled:
+        """Each order is given once the requests before it are at the engine, for which it is looked
+        every `look_s`."""
         settings = Settings(seed=0, sampling=Sampling(max_tokens=16), context_tokens=200)
         tasks = {"sum": AgentTask(agent=self._agent, group_size=2)}
         rollout = Rollout(settings, tasks, self.engine, self._text, UserCode("agents"))
@@ -226,7 +227,7 @@ class Ordered:
         async def take() -> tuple[Cancel, Version]:
             sent = 2 * (len(orders) - len(left) + 1)
             while not left or len(self.engine.requests) < sent:
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(look_s)
             return left.pop(0)
 
         async with asyncio.timeout(20):
@@ -248,7 +249,7 @@ def test_a_group_that_is_ordered_to_close_cancels_its_requests_and_closes_with_t
     assert end.reason == closed_as
     assert reason in end.message
     assert len(run.engine.requests) == 2
-    assert sorted(run.engine.cancelled) == sorted(r.request_id for r in run.engine.requests)
+    assert run.engine.cancelled == run.engine.sent
 
 
 def test_a_requeued_group_cancels_its_requests_and_starts_again_under_the_announced_version(
@@ -260,14 +261,14 @@ def test_a_requeued_group_cancels_its_requests_and_starts_again_under_the_announ
     requests = run.engine.requests
     versions = [r.min_version.number for r in requests if r.min_version is not None]
     assert versions == [0, 0, 2, 2, 5, 5]
-    assert sorted(run.engine.cancelled) == sorted(r.request_id for r in requests[:4])
+    assert run.engine.cancelled == run.engine.sent[:2]
     assert len({r.request_id for r in requests}) == 6, "what was cancelled is never asked for again"
     assert run.engine.attached == []
 
 
 def test_an_order_that_comes_after_the_last_token_changes_nothing(text: Text) -> None:
     run = Ordered(text, answers_from=0)
-    group(asyncio.run(run.roll(cancel("close", "stale", 1))))
+    group(asyncio.run(run.roll(cancel("close", "stale", 1), look_s=10.0)))
     assert run.engine.cancelled == []
 
 
@@ -296,9 +297,33 @@ def test_resubmitted_work_attaches_before_it_generates(text: Text) -> None:
     engine = always(text)
     group(roll(engine, text, ASKED))
     assert engine.attached == []
-    sent = [r.request_id for r in engine.requests]
+    sent = list(engine.sent)
     group(roll(engine, text, ASKED, resubmitted=True))
-    assert sorted(engine.attached) == sorted(sent)
+    assert engine.attached == sent
+
+
+def test_a_group_of_one_turn_is_one_request_and_its_samples_are_rows(text: Text) -> None:
+    def answer(request: GenerateRequest) -> list[int]:
+        return [*text.encode("abc"[(request.sampling.seed or 0) % 3]), END]
+
+    engine = FakeEngine(answer)
+    made = group(roll(engine, text, ASKED, group_size=3))
+    assert len(engine.sent) == 1
+    first = engine.requests[0].sampling.seed
+    assert first is not None
+    assert [r.sampling.seed for r in engine.requests] == [first, first + 1, first + 2]
+    said = [text.decode(t.tokens[t.loss_mask != 0]) for t in made.trajectories]
+    assert said == ["abc"[(first + k) % 3] for k in range(3)]
+    whole = tuple([completion([*text.encode("held"), END])] * 3)
+    engine.held[engine.sent[0]] = whole
+    again = group(roll(engine, text, ASKED, group_size=3, resubmitted=True))
+    assert [text.decode(t.tokens[t.loss_mask != 0]) for t in again.trajectories] == ["held"] * 3
+    engine.held[engine.sent[0]] = (
+        *whole[:2],
+        msgspec.structs.replace(whole[2], finish_reason="cancelled"),
+    )
+    group(roll(engine, text, ASKED, group_size=3, resubmitted=True))
+    assert len(engine.sent) == 2
 
 
 def test_every_turn_of_every_trajectory_is_of_the_groups_session(text: Text) -> None:
