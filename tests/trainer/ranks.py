@@ -24,7 +24,7 @@ from trainer.packing import assign
 from trainer.process_group import World
 from trainer.shares import split
 
-TIMEOUT_S = 280.0
+TIMEOUT_S = 540.0
 SETTINGS: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.01, "max_grad_norm": 0.5}
 
 Job = dict[str, Any]
@@ -33,6 +33,8 @@ settings       of the trainer, beside SETTINGS
 dtype          of the model, float32 if left out
 last           the last step; steps begin at `first` (1), `load` names a state to begin from
 groups         [number, size] of each step's rows
+lengths        of each row, random ones if left out
+max_tokens     of a micro-batch, 120 if left out
 save_at        the step whose state is captured
 nan_at         a step in which a gradient of the last rank is not finite"""
 
@@ -97,8 +99,9 @@ def do(job: Job, world: World) -> dict[str, Any]:
 
 def _step(engine: TrainingEngine, job: Job, step: int, rank: int) -> Any:
     """Cut as rank 0 would cut it; every rank takes its own share."""
-    settings, rows = engine._trainer, random_rows(step, *job.get("groups", (3, 4)))
-    cut = assign(rows, 120, settings.num_minibatches, engine.num_shares)
+    settings = engine._trainer
+    rows = random_rows(step, *job.get("groups", (3, 4)), lengths=job.get("lengths"))
+    cut = assign(rows, job.get("max_tokens", 120), settings.num_minibatches, engine.num_shares)
     shares = split(
         rows, cut.micro_batches, cut.ranks, advantages_of(rows), settings, engine.num_shares
     )

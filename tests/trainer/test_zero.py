@@ -13,6 +13,9 @@ from tests.trainer import ranks
 from tests.trainer.ranks import distance, weights_in
 from trainer.process_group import ALONE
 
+# Each test keeps both cores busy, so they do not run beside each other.
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(600)]
+
 STAGES = (0, 1, 2, 3)
 NUM_STEPS = 10
 

@@ -32,11 +32,17 @@ def open_engine(model: Path, *, dtype: str = "float32", **settings: Any) -> Trai
     return TrainingEngine(model, trainer, Model(path=str(model), dtype=dtype), TEMPERATURE)
 
 
-def random_rows(seed: int, num_groups: int = 3, group_size: int = 4) -> Rows:
-    """Rows of 6 to 40 tokens with masks in mid-sequence; the sampling policy is a made-up one."""
+def random_rows(
+    seed: int,
+    num_groups: int = 3,
+    group_size: int = 4,
+    lengths: Sequence[int] | None = None,
+) -> Rows:
+    """Rows of 6 to 40 tokens, or of `lengths`, with masks in mid-sequence; the sampling policy is a
+    made-up one."""
     rng = np.random.default_rng(seed)
     count = num_groups * group_size
-    lengths = rng.integers(6, 41, count)
+    lengths = rng.integers(6, 41, count).tolist() if lengths is None else lengths
     masks = [np.concatenate([np.zeros(3, bool), rng.random(n - 3) < 0.8]) for n in lengths]
     return Rows(
         ids=tuple(f"g/{i}" for i in range(count)),
