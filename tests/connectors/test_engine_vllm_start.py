@@ -126,7 +126,7 @@ def test_attention_heads_that_vllm_does_not_know_on_cpu_are_refused(tmp_path: Pa
 
 @requires_vllm
 def test_the_context_is_no_longer_than_the_model(tmp_path: Path) -> None:
-    decoder, _ = build(config(tiny_model(tmp_path / "tiny"), context_tokens=100_000))
+    decoder, _ = build(config(tiny_model(tmp_path / "tiny"), context_tokens=8000))
     assert decoder.context_tokens == 4096
 
 
