@@ -25,12 +25,11 @@ def turns_of(masks: Iterable[NDArray[np.int8]]) -> list[NDArray[np.int64]]:
     return found
 
 
-def ends_of(turns: Iterable[NDArray[np.int64]]) -> list[tuple[int, int]]:
-    """(row, token) of each turn's last token, in the turns' order; `turns` as `turns_of` gives
-    them."""
+def ends_of(masks: Iterable[NDArray[np.int8]]) -> list[tuple[int, int]]:
+    """(row, token) of each turn's last token, in the turns' order."""
     found: list[tuple[int, int]] = []
-    for row, of in enumerate(turns):
-        last = of >= 0
-        last[:-1] &= of[1:] != of[:-1]
+    for row, mask in enumerate(masks):
+        last = np.asarray(mask) != 0
+        last[:-1] &= ~last[1:]
         found += [(row, token) for token in np.flatnonzero(last).tolist()]
     return found

@@ -78,10 +78,7 @@ class Branch:
         self.ids += completion.token_ids
         self.mask += [1] * len(completion.token_ids)
         self.logprobs += completion.logprobs
-        self.segments += [
-            Segment(s.start + start, s.end + start, s.incarnation, s.number)
-            for s in completion.segments
-        ]
+        self.segments += _moved(completion.segments, start)
 
 
 class Conversation:
@@ -165,6 +162,28 @@ class Conversation:
             for end in same
             if not end.continued and (any(e.continued for e in same) or end is not same[-1])
         ]
+
+
+def one_turn(prompt_ids: Sequence[int], made: Completion) -> Row:
+    """The row of a conversation that is one answer to the prompt."""
+    num, length = len(prompt_ids), len(prompt_ids) + len(made.token_ids)
+    tokens, mask = np.empty(length, np.int32), np.zeros(length, np.int8)
+    logprobs = np.full(length, NAN, np.float32)
+    tokens[:num], tokens[num:] = prompt_ids, made.token_ids
+    mask[num:], logprobs[num:] = 1, made.logprobs
+    return Row(
+        tokens=tokens,
+        loss_mask=mask,
+        logprobs=logprobs,
+        segments=_moved(made.segments, num),
+        turns=1,
+        finish_reason=made.finish_reason,
+        finished_at=time.time(),
+    )
+
+
+def _moved(segments: Sequence[Segment], by: int) -> tuple[Segment, ...]:
+    return tuple(Segment(s.start + by, s.end + by, s.incarnation, s.number) for s in segments)
 
 
 def _row(branch: Branch, ends: list[End]) -> Row:

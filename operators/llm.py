@@ -69,6 +69,61 @@ class Session:
     attach: bool = False
 
 
+class Requests:
+    """What a session has at the engine. Use it on the engine's loop."""
+
+    def __init__(self, engine: Engine, session: Session) -> None:
+        self._engine, self._session = engine, session
+        self._in_flight: set[str] = set()
+        self._cancelled = False
+        self._num = 0
+
+    def make(self, ids: Sequence[int], sampling: Sampling, num_samples: int = 1) -> GenerateRequest:
+        """The session's next one, `sampling` with a seed of its own."""
+        session, number = self._session, self._num
+        self._num += 1
+        digest = hashlib.blake2b(np.array(ids, np.int32).tobytes(), digest_size=8).hexdigest()
+        return GenerateRequest(
+            request_id=f"{session.name}/{number}/{digest}",
+            token_ids=tuple(ids),
+            num_samples=num_samples,
+            sampling=msgspec.structs.replace(sampling, seed=derive_seed(session.seed, number)),
+            min_version=session.min_version,
+            session=session.group_id,
+        )
+
+    async def send(self, request: GenerateRequest) -> tuple[Completion, ...]:
+        """Whole completions. EngineError as the engine, and for one that did not end by itself."""
+        if self._cancelled:
+            raise EngineError("the trajectory is over")
+        self._in_flight.add(request.request_id)
+        made = None
+        if self._session.attach:
+            made = await self._engine.attach(request.request_id)
+        if not made or not all(c.finish_reason in ("stop", "length") for c in made):
+            made = await self._engine.generate(request)
+        self._in_flight.discard(request.request_id)  # one that failed may still run: `cancel` it
+        for one in made:
+            if one.finish_reason in ("cancelled", "error"):
+                raise EngineError(f"request {request.request_id} ended as {one.finish_reason}")
+        return made
+
+    @property
+    def held_up(self) -> bool:
+        """Whether an outage keeps a request from going on."""
+        return any(self._engine.held_up(request_id) for request_id in self._in_flight)
+
+    async def cancel(self) -> None:
+        """Ends those in flight, and lets none begin: the agent may not have noticed yet that it is
+        over."""
+        self._cancelled = True
+        for request_id in tuple(self._in_flight):
+            # An engine that is gone or stopped takes the request with it.
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(CANCEL_S):
+                    await self._engine.cancel(request_id)
+
+
 class EngineLLM:
     """Implements `LLM`. Create it on the engine's loop; `prompt_ids` are what `generate` starts
     from."""
@@ -76,13 +131,11 @@ class EngineLLM:
     def __init__(
         self, engine: Engine, text: Text, session: Session, prompt_ids: Sequence[int]
     ) -> None:
-        self._engine, self._text, self._session = engine, text, session
+        self._text, self._session = text, session
         self._prompt_ids = tuple(prompt_ids)
         self._loop = asyncio.get_running_loop()
         self._conversation = Conversation(partial(text.decode, special=True))
-        self._num_requests = 0
-        self._in_flight: set[str] = set()
-        self._cancelled = False
+        self.requests = Requests(engine, session)
         self.messages: list[dict[str, Any]] = []  # of the last chat, its answer included
         self.full = False  # the context ended the trajectory
 
@@ -116,21 +169,6 @@ class EngineLLM:
         """What became of it: one row a branch; empty when nothing was generated."""
         return self._conversation.rows()
 
-    @property
-    def held_up(self) -> bool:
-        """Whether an outage keeps a request from going on; ask on the engine's loop."""
-        return any(self._engine.held_up(request_id) for request_id in self._in_flight)
-
-    async def cancel(self) -> None:
-        """Ends the requests in flight, and lets none begin: the agent may not have noticed yet that
-        it is over. Call it on the engine's loop."""
-        self._cancelled = True
-        for request_id in tuple(self._in_flight):
-            # An engine that is gone or stopped takes the request with it.
-            with contextlib.suppress(EngineError, TimeoutError):
-                async with asyncio.timeout(CANCEL_S):
-                    await self._engine.cancel(request_id)
-
     def _unstopped(self, made: Completion) -> Sequence[int]:
         stopped = made.finish_reason == "stop" and made.token_ids
         return made.token_ids[:-1] if stopped else made.token_ids
@@ -143,18 +181,8 @@ class EngineLLM:
         if room <= 0:
             self.full = True
             raise ContextFull(f"{len(ids)} of {self._session.context_tokens} tokens are used")
-        sampling = self._sampling(overrides, room)
-        request = GenerateRequest(
-            request_id=self._request_id(ids),
-            token_ids=ids,
-            sampling=sampling,
-            min_version=self._session.min_version,
-            session=self._session.group_id,
-        )
-        self._num_requests += 1
-        (made,) = await self._on_engine_loop(self._send(request))
-        if made.finish_reason in ("cancelled", "error"):
-            raise EngineError(f"request {request.request_id} ended as {made.finish_reason}")
+        request = self.requests.make(ids, self._sampling(overrides, room))
+        (made,) = await self._on_engine_loop(self.requests.send(request))
         return made
 
     def _sampling(self, overrides: Mapping[str, Any], room: int) -> Sampling:
@@ -169,25 +197,7 @@ class EngineLLM:
             )
         fields["max_tokens"] = min(fields["max_tokens"], room)
         fields["stop_ids"] = tuple(fields["stop_ids"])
-        fields["seed"] = derive_seed(self._session.seed, self._num_requests)
         return Sampling(**fields)
-
-    def _request_id(self, ids: tuple[int, ...]) -> str:
-        digest = hashlib.blake2b(np.array(ids, np.int32).tobytes(), digest_size=8).hexdigest()
-        return f"{self._session.name}/{self._num_requests}/{digest}"
-
-    async def _send(self, request: GenerateRequest) -> tuple[Completion, ...]:
-        if self._cancelled:
-            raise EngineError("the trajectory is over")
-        self._in_flight.add(request.request_id)
-        if self._session.attach:
-            held = await self._engine.attach(request.request_id)
-            if held and all(c.finish_reason in ("stop", "length") for c in held):
-                self._in_flight.discard(request.request_id)
-                return held
-        made = await self._engine.generate(request)
-        self._in_flight.discard(request.request_id)  # one that failed may still run: `cancel` it
-        return made
 
     async def _on_engine_loop(self, work: Coroutine[Any, Any, T]) -> T:
         if asyncio.get_running_loop() is self._loop:

@@ -13,22 +13,23 @@ import functools
 import importlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from connectors.records import Closed, Group, Prompt, Trajectory
-from connectors.turns import ends_of, turns_of
+from connectors.turns import ends_of
 from operators.branches import BRANCH, TRANSCRIPT
 from operators.llm import Text
 from operators.user_code import TookTooLong, UserCode, clean, said
 
+T = TypeVar("T")
 RETRY_PAUSE_S: Final = 0.2  # doubled each time
 TURN: Final = "turn"
 """Name of a turn's reward among `Trajectory.rewards`."""
@@ -167,7 +168,7 @@ class Rewards:
         if all(math.isfinite(row.reward) for row in rows):
             return rows
         last = max(rows, key=lambda row: row.finished_at)
-        ends = ends_of(turns_of(row.loss_mask for row in rows))
+        ends = ends_of(row.loss_mask for row in rows)
         sample = self.decoded(last, prompt, len(ends))
         for attempt in range(task.retries + 1):
             if attempt:
@@ -197,6 +198,26 @@ class Rewards:
         after = msgspec.json.decode(said) if said else [{"role": "assistant", "content": text}]
         asked = prompt.messages or [{"role": "user", "content": prompt.prompt or ""}]
         return Scored(trajectory=row, text=text, messages=(*asked, *after), turns=turns)
+
+
+async def _in_turn(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """For calls that wait for nothing: a task costs more than they do."""
+    try:
+        return [await call for call in calls]
+    finally:
+        for call in calls:
+            call.close()
+
+
+async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The first that fails ends the others."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _without_branch(row: Trajectory) -> str:

@@ -36,9 +36,8 @@ from connectors.records import (
     decode_as,
 )
 from operators.agents import BUILT_IN, Agent, ContextFull, Outcome, Tools, single_turn
-from operators.branches import BRANCH, OWN_METADATA, TRANSCRIPT
-from operators.llm import EngineLLM, Session, Text, derive_seed
-from operators.one_request import OneRequest
+from operators.branches import BRANCH, OWN_METADATA, TRANSCRIPT, Row, one_turn
+from operators.llm import EngineLLM, Requests, Session, Text, derive_seed
 from operators.user_code import TookTooLong, UserCode, clean, said
 
 AGENT_RETRIES: Final = 2
@@ -99,8 +98,7 @@ class _Close(Exception):
 
 @dataclass(slots=True)
 class _Job:
-    """One group under way. `left_s` is what the time cap leaves it. `llms` are those with requests
-    that may be in flight."""
+    """One group under way. `left_s` is what the time cap leaves it. `requests` may be in flight."""
 
     group_id: str
     origin: Origin
@@ -111,7 +109,7 @@ class _Job:
     attach: bool
     left_s: float
     created_at: float
-    llms: list[EngineLLM] = field(default_factory=list)
+    requests: list[Requests] = field(default_factory=list)
 
 
 class Rollout:
@@ -161,13 +159,15 @@ class Rollout:
                 return Rolled(ended)
             # Not when this coroutine is itself cancelled: the next process attaches to its
             # requests.
-            await asyncio.gather(*(llm.cancel() for llm in job.llms))
+            await asyncio.gather(*(sent.cancel() for sent in job.requests))
             if isinstance(ended, Closed):
                 return Rolled(ended)
             cancel, version = ended
             if cancel.then == "close":
                 return Rolled(_cancelled(job, cancel))
-            job = replace(job, min_version=version, attach=False, created_at=time.time(), llms=[])
+            job = replace(
+                job, min_version=version, attach=False, created_at=time.time(), requests=[]
+            )
 
     async def _until_ordered(
         self, job: _Job, orders: Callable[[], Awaitable[Order]] | None
@@ -196,14 +196,14 @@ class Rollout:
             try:
                 await asyncio.sleep(min(job.left_s, CAP_TICK_S))
             finally:  # an order may come before the tick
-                if not any(llm.held_up for llm in job.llms):
+                if not any(sent.held_up for sent in job.requests):
                     job.left_s -= now() - began
         message = f"the rollout took longer than {self._settings.time_cap_s:g} s"
         return Closed.now(job.group_id, "time_cap", message, job.prompt.task)
 
     async def _terminal(self, job: _Job) -> Group | Closed:
         try:
-            rows = await self._together(job)
+            rows = await self._trajectories(job)
         except _Close as end:
             return Closed.now(job.group_id, end.reason, str(end), job.prompt.task)
         return Group(group_id=job.group_id, prompt=job.prompt, trajectories=tuple(rows))
@@ -232,12 +232,12 @@ class Rollout:
             raise BadRecord("too_long", "too_long", message, prompt.task)
         return prompt, ids
 
-    async def _together(self, job: _Job) -> list[Trajectory]:
-        """All trajectories of the group; the first failure ends the others."""
-        engine = self._engine_for(job)
+    async def _trajectories(self, job: _Job) -> list[Trajectory]:
+        """All rows of the group; the first failure ends the others."""
+        if job.task.agent is single_turn:
+            return await self._one_turn(job)
         under_way = [
-            asyncio.create_task(self._trajectory(job, k, engine))
-            for k in range(job.task.group_size)
+            asyncio.create_task(self._trajectory(job, k)) for k in range(job.task.group_size)
         ]
         try:
             return [row for rows in await asyncio.gather(*under_way) for row in rows]
@@ -246,21 +246,29 @@ class Rollout:
                 one.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
 
-    def _engine_for(self, job: _Job) -> Engine:
-        """Agents of one turn share a request; one that took more would wait for the slowest."""
-        num = job.task.group_size
-        if job.task.agent is not single_turn or num == 1:
-            return self._engine
-        return OneRequest(self._engine, f"{job.group_id}/{num}x{_since(job)}", num)
+    async def _one_turn(self, job: _Job) -> list[Trajectory]:
+        """What `single_turn` comes to for every trajectory: all of them ask the same, so they are
+        samples of one request, which costs the engine and the way there once."""
+        num, ids = job.task.group_size, job.prompt_ids
+        room = min(self._sampling.max_tokens, self._settings.context_tokens - len(ids))
+        sampling = msgspec.structs.replace(self._sampling, max_tokens=room)
+        requests = Requests(self._engine, self._session(job, f"{num}x"))
+        job.requests.append(requests)
+        try:
+            made = await requests.send(requests.make(ids, sampling, num))
+        except EngineError as error:
+            raise _Close("engine_failed", str(error)) from error
+        return [_trajectory(job, f"{k}", one_turn(ids, one)) for k, one in enumerate(made)]
 
-    async def _trajectory(self, job: _Job, k: int, engine: Engine) -> list[Trajectory]:
+    async def _trajectory(self, job: _Job, k: int) -> list[Trajectory]:
         """The rows of trajectory k, the agent tried again when it raises; _Close otherwise."""
         for attempt in range(AGENT_RETRIES + 1):
-            llm = EngineLLM(engine, self._text, self._session(job, k, attempt), job.prompt_ids)
-            job.llms.append(llm)
+            session = self._session(job, f"{k}.{attempt}" if attempt else f"{k}", k, attempt)
+            llm = EngineLLM(self._engine, self._text, session, job.prompt_ids)
+            job.requests.append(llm.requests)
             try:
                 outcome = await self._run_agent(job, llm)
-                return _trajectories(job, k, llm, outcome)
+                return _branches(job, k, llm, outcome)
             except _Close:
                 raise
             except EngineError as error:
@@ -269,7 +277,7 @@ class Rollout:
                 raise _Close("agent_failed", str(error)) from error
             except Exception as error:  # an agent is foreign code: it raises anything
                 failure = said(error)
-            await llm.cancel()
+            await llm.requests.cancel()
             await asyncio.sleep(RETRY_PAUSE_S * 2**attempt)
         raise _Close("agent_failed", f"{AGENT_RETRIES + 1} attempts, the last: {failure}")
 
@@ -288,10 +296,11 @@ class Rollout:
             raise TypeError(f"an agent returns Outcome or None, not {type(outcome).__name__}")
         return outcome
 
-    def _session(self, job: _Job, k: int, attempt: int) -> Session:
-        again = f".{attempt}" if attempt else ""
+    def _session(self, job: _Job, name: str, k: int = 0, attempt: int = 0) -> Session:
+        # Work that may start from another version is other work.
+        since = f"@{job.min_version}" if job.min_version is not None else ""
         return Session(
-            name=f"{job.group_id}/{k}{again}{_since(job)}",
+            name=f"{job.group_id}/{name}{since}",
             group_id=job.group_id,
             seed=derive_seed(self._settings.seed, job.group_id, k, attempt),
             sampling=self._sampling,
@@ -299,11 +308,6 @@ class Rollout:
             min_version=job.min_version,
             attach=job.attach,
         )
-
-
-def _since(job: _Job) -> str:
-    """Of a request's id: work that may start from another version is other work."""
-    return f"@{job.min_version}" if job.min_version is not None else ""
 
 
 def _cancelled(job: _Job, cancel: Cancel) -> Closed:
@@ -318,10 +322,13 @@ def check_agent(agent: Callable[..., object]) -> None:
         raise TypeError("an agent is an `async def rollout(prompt, llm, tools)`")
 
 
-def _trajectories(job: _Job, k: int, llm: EngineLLM, outcome: Outcome | None) -> list[Trajectory]:
+def _branches(job: _Job, k: int, llm: EngineLLM, outcome: Outcome | None) -> list[Trajectory]:
+    """The rows of an agent that ended."""
     rows = llm.rows()
     if not rows:
         raise RuntimeError("the agent generated nothing")
+    if llm.full:
+        rows[-1] = replace(rows[-1], finish_reason="length")
     reward = outcome.reward if outcome is not None else None
     if reward is not None and not abs(reward) <= np.finfo(np.float32).max:  # NaN, too
         raise _Close("reward_nan", f"the agent gave itself reward {reward}")
@@ -333,25 +340,37 @@ def _trajectories(job: _Job, k: int, llm: EngineLLM, outcome: Outcome | None) ->
     }
     if sum(row.turns for row in rows) > 1:
         metadata[TRANSCRIPT] = _transcript(job.prompt, llm.messages)
-    return [
-        Trajectory(
-            trajectory_id=f"{job.group_id}/{k}" + (f"/{b}" if b else ""),
-            group_id=job.group_id,
-            task=job.prompt.task,
-            tokens=row.tokens,
-            loss_mask=row.loss_mask,
-            logprobs=row.logprobs,
-            segments=row.segments,
-            origin=job.origin,
-            reward=float("nan") if reward is None else float(reward),
-            turns=row.turns,
-            finish_reason="length" if llm.full and b == len(rows) - 1 else row.finish_reason,
-            created_at=job.created_at,
-            finished_at=row.finished_at,
-            metadata=metadata | ({BRANCH: str(b)} if b else {}),
-        )
-        for b, row in enumerate(rows)
-    ]
+    first = _trajectory(job, f"{k}", rows[0], reward, metadata)
+    others = (
+        _trajectory(job, f"{k}/{b}", row, reward, metadata | {BRANCH: str(b)})
+        for b, row in enumerate(rows[1:], start=1)
+    )
+    return [first, *others]
+
+
+def _trajectory(
+    job: _Job,
+    name: str,
+    row: Row,
+    reward: float | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> Trajectory:
+    return Trajectory(
+        trajectory_id=f"{job.group_id}/{name}",
+        group_id=job.group_id,
+        task=job.prompt.task,
+        tokens=row.tokens,
+        loss_mask=row.loss_mask,
+        logprobs=row.logprobs,
+        segments=row.segments,
+        origin=job.origin,
+        reward=float("nan") if reward is None else float(reward),
+        turns=row.turns,
+        finish_reason=row.finish_reason,
+        created_at=job.created_at,
+        finished_at=row.finished_at,
+        metadata=metadata or {},
+    )
 
 
 def _transcript(prompt: Prompt, messages: Sequence[Mapping[str, object]]) -> str:

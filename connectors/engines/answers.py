@@ -35,12 +35,15 @@ def _wrong_ids(done: Completion, state: EngineState) -> str | None:
     num_ids, num_logprobs = len(done.token_ids), len(done.logprobs)
     if num_ids != num_logprobs:
         return f"{num_ids} ids and {num_logprobs} log-probs"
+    if not num_ids:
+        return None
     size = _number(state, "vocab_size") or MAX_ID + 1
-    if (token := next((i for i in done.token_ids if not 0 <= i < size), None)) is not None:
+    if min(done.token_ids) < 0 or max(done.token_ids) >= size:
+        token = next(i for i in done.token_ids if not 0 <= i < size)
         return f"token id {token} is outside the vocabulary of {size}"
-    # Written so that NaN is wrong.
-    wrong = (p for p in done.logprobs if not SMALLEST <= p <= LOGPROB_MARGIN)
-    return next((f"a log-prob is {p}" for p in wrong), None)
+    logprobs = np.array(done.logprobs)
+    wrong = np.flatnonzero(~((logprobs >= SMALLEST) & (logprobs <= LOGPROB_MARGIN)))  # NaN, too
+    return f"a log-prob is {done.logprobs[wrong[0]]}" if len(wrong) else None
 
 
 def _wrong_versions(

@@ -279,7 +279,7 @@ def test_an_agent_that_runs_on_after_its_llm_was_cancelled_asks_the_engine_for_n
     text: Text,
 ) -> None:
     async def agent(llm: EngineLLM) -> None:
-        await llm.cancel()
+        await llm.requests.cancel()
         with pytest.raises(EngineError, match="the trajectory is over"):
             await llm.chat([USER])
 
