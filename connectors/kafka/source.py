@@ -21,9 +21,10 @@ from typing import Final
 
 from bytewax.inputs import FixedPartitionedSource, StatefulSourcePartition
 
+from connectors.kafka.ahead import ReadAhead
 from connectors.kafka.client import Cluster, NoRecord, OffsetGone, Reader, Record
 from connectors.kafka.orders import Orders
-from connectors.kafka.tail import PolicyTail
+from connectors.kafka.tail import PolicyFold
 from connectors.kafka.topics import num_partitions
 from connectors.records import Announcement, Cancel, Origin, Version, parse_group_id
 
@@ -110,7 +111,8 @@ class LogSource(FixedPartitionedSource):  # type: ignore[misc]
         if self._granted:
             grants = _Grants(self._cluster, topic, partition, resume_state)
         until = None if self._end is None else self._end[partition]
-        return SourcePart(reader, topic, partition, position, grants, self._stop, until)
+        ahead = ReadAhead(reader, partition)
+        return SourcePart(ahead, topic, partition, position, grants, self._stop, until)
 
 
 class SourceOf(FixedPartitionedSource):  # type: ignore[misc]
@@ -137,7 +139,7 @@ class SourceOf(FixedPartitionedSource):  # type: ignore[misc]
 class SourcePart(StatefulSourcePartition):  # type: ignore[misc]
     def __init__(
         self,
-        reader: Reader,
+        ahead: ReadAhead,
         topic: str,
         partition: int,
         position: int,
@@ -145,12 +147,11 @@ class SourcePart(StatefulSourcePartition):  # type: ignore[misc]
         stop: StopFlag,
         until: int | None = None,
     ) -> None:
-        self._reader, self._topic, self._partition = reader, topic, partition
+        self._ahead, self._topic, self._partition = ahead, topic, partition
         self._until = until
         self._position = position  # the next offset to emit
         self._grants = grants
         self._stop = stop
-        self._ahead: deque[Record] = deque()  # fetched, not emitted
         self._full = False  # the last call emitted as many as it may
 
     def next_batch(self) -> list[tuple[str, Item]]:
@@ -173,7 +174,7 @@ class SourcePart(StatefulSourcePartition):  # type: ignore[misc]
         return (self._position, *self._grants.resume_from())
 
     def close(self) -> None:
-        self._reader.close()
+        self._ahead.close()
         if self._grants is not None:
             self._grants.close()
 
@@ -183,20 +184,8 @@ class SourcePart(StatefulSourcePartition):  # type: ignore[misc]
             last = min(last, self._grants.limit())
         if self._until is not None:
             last = min(last, self._until)
-        if last <= self._position:
-            return
-        if not self._ahead:
-            self._ahead.extend(self._reader.poll(0.0, last - self._position))
-        # Without a record ahead, offsets the reader has passed hold none.
-        passed = self._reader.positions()[self._partition]
-        while self._position < last:
-            following = self._ahead[0].offset if self._ahead else passed
-            if self._position < following:
-                yield self._item(None)
-            elif self._ahead:
-                yield self._item(self._ahead.popleft())
-            else:
-                return
+        while self._position < last and self._ahead.has(self._position):
+            yield self._item(self._ahead.take(self._position))
 
     def _item(self, record: Record | None) -> Item:
         offset = self._position
@@ -214,14 +203,15 @@ class _Grants:
     def __init__(self, cluster: Cluster, topic: str, partition: int, state: SourceState) -> None:
         self._position, policy_offset, epoch, self._limit = state
         self._topic, self._partition = topic, partition
-        self._tail = PolicyTail(cluster, offset=policy_offset, epoch=epoch)
+        self._fold = PolicyFold(offset=policy_offset, epoch=epoch)
+        self._ahead = ReadAhead(Reader(cluster, cluster.topic("policy"), {0: policy_offset}), 0)
         # (limit, version, offset in `policy`, epoch, limit before), ascending
         self._open: deque[tuple[int, Version, int, int, int]] = deque()
         self._cancels: list[Item] = []
 
     def limit(self) -> int:
         """Absolute offset below which prompts are granted now. It never falls: a grant is kept."""
-        for offset, announcement in self._tail.poll():
+        for offset, announcement in self._fold.take_in(self._ahead.take_all()):
             limit = announcement.limits[self._partition]
             if limit > self._limit:
                 grant = (limit, announcement.version, offset, announcement.epoch, self._limit)
@@ -260,10 +250,10 @@ class _Grants:
         for limit, _, policy_offset, epoch, before in self._open:
             if limit > self._position:
                 return (policy_offset, epoch, before)
-        return (self._tail.position, self._tail.epoch, self._limit)
+        return (self._fold.position, self._fold.epoch, self._limit)
 
     def close(self) -> None:
-        self._tail.close()
+        self._ahead.close()
 
 
 class ItemReader:

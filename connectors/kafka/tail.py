@@ -6,30 +6,31 @@ speaks."""
 
 from __future__ import annotations
 
-from connectors.kafka.client import Cluster, Reader
+from collections.abc import Sequence
+
+from connectors.kafka.client import Cluster, Reader, Record
 from connectors.kafka.parsed import parsed
 from connectors.records import Announcement, PolicyRecord
 
 
-class PolicyTail:
-    """Starts at `offset`, where `epoch` was the highest of any `Begin` before it (-1: none).
+class PolicyFold:
+    """What follows from the records of `policy` from `offset` on, where `epoch` was the highest of
+    any `Begin` before it (-1: none).
 
     epoch     the highest epoch of any `Begin` seen
     latest    the last announcement that counts, None before the first one
     position  the next offset of `policy` to be read
     """
 
-    def __init__(self, cluster: Cluster, *, offset: int = 0, epoch: int = -1) -> None:
+    def __init__(self, *, offset: int = 0, epoch: int = -1) -> None:
         self.epoch = epoch
         self.latest: Announcement | None = None
         self.position = offset
-        self._reader = Reader(cluster, cluster.topic("policy"), {0: offset})
 
-    def poll(self, timeout_s: float = 0.0) -> list[tuple[int, Announcement]]:
-        """What was announced since the last call, with its offset in `policy`; empty at once when
-        there is nothing new. Foreign records are passed over (`parsed`)."""
+    def take_in(self, records: Sequence[Record]) -> list[tuple[int, Announcement]]:
+        """The announcements that count among the next `records`, with their offsets. Foreign
+        records are passed over (`parsed`)."""
         found: list[tuple[int, Announcement]] = []
-        records = self._reader.poll(timeout_s)
         for offset, spoken in parsed(records, PolicyRecord):
             if isinstance(spoken, Announcement):
                 if spoken.epoch >= self.epoch:
@@ -40,6 +41,18 @@ class PolicyTail:
         if records:
             self.position = records[-1].offset + 1
         return found
+
+
+class PolicyTail(PolicyFold):
+    """The fold over a reader of its own."""
+
+    def __init__(self, cluster: Cluster, *, offset: int = 0, epoch: int = -1) -> None:
+        super().__init__(offset=offset, epoch=epoch)
+        self._reader = Reader(cluster, cluster.topic("policy"), {0: offset})
+
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[int, Announcement]]:
+        """What was announced since the last call; empty at once when there is nothing new."""
+        return self.take_in(self._reader.poll(timeout_s))
 
     def catch_up(self) -> list[tuple[int, Announcement]]:
         """Polls until everything before the call is read: `latest` is at least what held then."""
