@@ -270,8 +270,8 @@ class TrainingEngine:
 
     def _optimize(self, forwards: Forwards, minibatch: Sequence[Sequence[int]]) -> None:
         """One optimizer step, unless its loss or gradient is not finite: then it changes nothing.
-        DeepSpeed leaves weights and optimizer alone and clears the gradients when their norm is not
-        finite; a loss that is not finite never reaches it."""
+        DeepSpeed leaves weights and optimizer alone and lets go of the gradients, in each stage in
+        its own way, when their norm is not finite; so that of a loss that is not is made so."""
         tally, total = forwards.tally, 0.0
         at_start = not tally.num_applied
         for indices in minibatch:
@@ -283,13 +283,11 @@ class TrainingEngine:
             tally.seconds["update"] += time.perf_counter() - started
         started = time.perf_counter()
         total = self._world.sum(total) / self._trainer.sequence_parallel
-        applied = math.isfinite(total)
-        if applied:
-            self._engine.step()
-            norm = float(self._engine.get_global_grad_norm())
-            applied = bool(self._engine.was_step_applied()) and math.isfinite(norm)
-        else:
-            self._engine.optimizer.zero_grad()
+        if not math.isfinite(total):
+            self._engine.backward(math.nan * forwards.loss((), at_start=False))
+        self._engine.step()
+        norm = float(self._engine.get_global_grad_norm())
+        applied = bool(self._engine.was_step_applied()) and math.isfinite(norm)
         tally.minibatch(total, norm if applied else None)
         tally.seconds["update"] += time.perf_counter() - started
 

@@ -36,7 +36,8 @@ groups         [number, size] of each step's rows
 lengths        of each row, random ones if left out
 max_tokens     of a micro-batch, 120 if left out
 save_at        the step whose state is captured
-nan_at         a step in which a gradient of the last rank is not finite"""
+nan_at         a step in which a gradient of the last rank is not finite
+inf_at         a step whose loss is not finite"""
 
 
 def run(num_ranks: int, jobs: Sequence[Job]) -> list[list[dict[str, Any]]]:
@@ -102,9 +103,10 @@ def _step(engine: TrainingEngine, job: Job, step: int, rank: int) -> Any:
     settings = engine._trainer
     rows = random_rows(step, *job.get("groups", (3, 4)), lengths=job.get("lengths"))
     cut = assign(rows, job.get("max_tokens", 120), settings.num_minibatches, engine.num_shares)
-    shares = split(
-        rows, cut.micro_batches, cut.ranks, advantages_of(rows), settings, engine.num_shares
-    )
+    advantages = advantages_of(rows)
+    if step == job.get("inf_at"):
+        advantages = [np.full(len(mask), 3e38) for mask in rows.masks]
+    shares = split(rows, cut.micro_batches, cut.ranks, advantages, settings, engine.num_shares)
     share = shares[rank // settings.sequence_parallel]
     return engine.train(share, step, settings, measure_drift=True)
 

@@ -102,26 +102,33 @@ def test_a_restart_goes_on_bit_for_bit_in_every_stage(
         assert again[0]["steps"] == whole[0]["steps"][2:], stage
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_is_a_step_on_none(
-    model: Path, tmp_path: Path
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_loss_or_a_gradient_that_is_not_finite_on_one_rank_is_a_step_on_none(
+    model: Path, tmp_path: Path, num_ranks: int
 ) -> None:
     jobs = []
-    for stage in STAGES:
-        settings = {"zero_stage": stage}
+    kinds = [{"zero_stage": stage} for stage in STAGES]
+    kinds += [{"zero_stage": 2, "offload": "optimizer"}, {"zero_stage": 3, "offload": "all"}]
+    for i, settings in enumerate(kinds):
         jobs += [
-            job(model, tmp_path / f"nan-{stage}", settings=settings, last=1, nan_at=1),
-            job(model, tmp_path / f"none-{stage}", settings=settings, last=0),
-            job(model, tmp_path / f"on-{stage}", settings=settings, last=2, nan_at=1),
-            job(model, tmp_path / f"only-{stage}", settings=settings, first=2, last=2),
-        ]
-    said = ranks.run(2, jobs)
-    for stage in STAGES:
-        nan, none, on, only = said[4 * stage : 4 * stage + 4]
-        for answer in nan:
-            assert answer["steps"][0]["skipped"] == "nan_gradient", stage
-            assert not answer["steps"][0]["changed"], stage
-        assert nan[0]["digest"] == none[0]["digest"], stage
-        assert on[0]["digest"] == only[0]["digest"], stage  # no trace in the optimizer
+            job(model, tmp_path / f"{i}-nan", settings=settings, last=3, nan_at=2),
+            job(model, tmp_path / f"{i}-inf", settings=settings, last=3, inf_at=2),
+            job(model, tmp_path / f"{i}-whole", settings=settings, last=1, save_at=1),
+            job(
+                model, tmp_path / f"{i}-only", settings=settings, first=3, last=3,
+                load=str(tmp_path / f"{i}-whole" / "state"),
+            ),
+        ]  # fmt: skip
+    said = [[ranks.do(one, ALONE)] for one in jobs] if num_ranks == 1 else ranks.run(2, jobs)
+    for i, settings in enumerate(kinds):
+        *bad, _, only = said[4 * i : 4 * i + 4]
+        for answers in bad:
+            for answer in answers:
+                assert answer["steps"][1]["skipped"] == "nan_gradient", settings
+                assert not answer["steps"][1]["changed"], settings
+            # It left no trace: the next step is that of a run that never had it.
+            assert answers[0]["steps"][2] == only[0]["steps"][0], settings
+            assert answers[0]["digest"] == only[0]["digest"], settings
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
