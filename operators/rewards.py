@@ -148,19 +148,12 @@ class Rewards:
         by_trajectory: dict[str, list[Trajectory]] = {}
         for row in group.trajectories:
             by_trajectory.setdefault(_without_branch(row), []).append(row)
-        under_way = [
-            asyncio.create_task(self._rows(task, rows, group.prompt))
-            for rows in by_trajectory.values()
-        ]
+        each = [self._rows(task, rows, group.prompt) for rows in by_trajectory.values()]
         try:
-            scored = [row for rows in await asyncio.gather(*under_way) for row in rows]
+            scored = await (_in_turn if task.score in BUILT_IN.values() else _together)(each)
         except _Unscored as end:
             return Closed.now(group.group_id, end.reason, str(end), group.task)
-        finally:
-            for one in under_way:
-                one.cancel()
-            await asyncio.gather(*under_way, return_exceptions=True)
-        return replace(group, trajectories=tuple(scored))
+        return replace(group, trajectories=tuple(row for rows in scored for row in rows))
 
     async def _rows(
         self, task: RewardTask, rows: list[Trajectory], prompt: Prompt
@@ -227,12 +220,10 @@ def _without_branch(row: Trajectory) -> str:
 
 def _last_turn(row: Trajectory) -> NDArray[np.int32]:
     """Ids of the last stretch of generated tokens."""
-    written = np.flatnonzero(row.loss_mask)
-    if not len(written):
-        return row.tokens[:0]
-    gaps = np.flatnonzero(written[1:] - written[:-1] > 1)
-    first = written[gaps[-1] + 1] if len(gaps) else written[0]
-    return row.tokens[first : written[-1] + 1]
+    ends = ends_of([row.loss_mask])
+    end = ends[-1][1] + 1 if ends else 0
+    before = np.flatnonzero(row.loss_mask[:end] == 0)
+    return row.tokens[before[-1] + 1 if len(before) else 0 : end]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,7 @@ def run_lengths(versions: list[Version]) -> tuple[Segment, ...]:
     """One segment for each stretch of equal versions."""
     segments, start = [], 0
     for version, run in groupby(versions):
-        end = start + sum(1 for _ in run)
+        end = start + len(list(run))
         segments.append(Segment(start, end, version.incarnation, version.number))
         start = end
     return tuple(segments)
