@@ -8,6 +8,7 @@ checkpoint. None of the classes is thread-safe; give each thread its own.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -104,7 +105,7 @@ class Producer:
     def __init__(self, cluster: Cluster, *, compression: str | None = "zstd") -> None:
         self._cluster = cluster
         self._pending: list[Any] = []
-        self._topics: set[str] = set()
+        self._siblings = [self]
         request_ms = _request_timeout_ms(cluster)
         self._producer: Any = connected(
             cluster,
@@ -172,9 +173,25 @@ class Producer:
         self.send(topic, partition, value, key=key, headers=headers)
         return self.flush()[-1]
 
+    def sibling(self) -> Producer:
+        """Another one over the same connection, with flushes of its own."""
+        made = copy.copy(self)
+        made._pending = []
+        self._siblings.append(made)
+        return made
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection ended, with the last that used it."""
+        return not self._siblings
+
     def close(self) -> None:
-        """Drops what was sent and not flushed if the broker does not take it within a second."""
-        self._producer.close(timeout=1)
+        """The connection ends with its last producer: drops what was sent and not flushed if the
+        broker does not take it within a second."""
+        if self in self._siblings:
+            self._siblings.remove(self)
+        if self.closed:
+            self._producer.close(timeout=1)
 
 
 class Reader:

@@ -9,7 +9,7 @@ written one stays.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -39,6 +39,7 @@ class LogSink(FixedPartitionedSink):  # type: ignore[misc]
 
     def __init__(self, cluster: Cluster, topic: str, writer: str) -> None:
         self._cluster, self._topic, self._writer = cluster, topic, writer
+        self._producer: Producer | None = None
 
     def list_parts(self) -> list[str]:
         count = num_partitions(self._cluster, self._topic)
@@ -49,15 +50,32 @@ class LogSink(FixedPartitionedSink):  # type: ignore[misc]
         return int(item_key)
 
     def build_part(self, step_id: str, for_part: str, resume_state: SinkState | None) -> SinkPart:
-        return SinkPart(self._cluster, self._topic, int(for_part), self._writer, resume_state)
+        where = self._cluster.topic(self._topic), int(for_part)
+        return SinkPart(self._cluster, *where, self._writer, resume_state, self._connected)
+
+    def _connected(self) -> Producer:
+        """One connection for all parts: one thread sends what they write, in one request."""
+        if self._producer is None or self._producer.closed:
+            self._producer = Producer(self._cluster)
+            return self._producer
+        return self._producer.sibling()
 
 
 class SinkPart(StatefulSinkPartition):  # type: ignore[misc]
     def __init__(
-        self, cluster: Cluster, topic: str, partition: int, writer: str, state: SinkState | None
+        self,
+        cluster: Cluster,
+        topic: str,
+        partition: int,
+        writer: str,
+        state: SinkState | None,
+        connected: Callable[[], Producer],
     ) -> None:
-        self._topic, self._partition, self._writer = cluster.topic(topic), partition, writer
-        self._producer = Producer(cluster)
+        """`topic` with namespace; `connected` is called before the first record is written: most
+        parts of `dead-letters` never write one."""
+        self._topic, self._partition, self._writer = topic, partition, writer
+        self._connected = connected
+        self._producer: Producer | None = None
         since, keys = state or (0, ())
         self._unmatched = set(keys)
         self._end = self._read_back(cluster, since)
@@ -68,6 +86,7 @@ class SinkPart(StatefulSinkPartition):  # type: ignore[misc]
             if outgoing.key in self._unmatched:
                 self._unmatched.remove(outgoing.key)
                 continue
+            self._producer = self._producer or self._connected()
             self._producer.send(
                 self._topic,
                 self._partition,
@@ -84,10 +103,11 @@ class SinkPart(StatefulSinkPartition):  # type: ignore[misc]
 
     def close(self) -> None:
         self._flush()
-        self._producer.close()
+        if self._producer is not None:
+            self._producer.close()
 
     def _flush(self) -> None:
-        if offsets := self._producer.flush():
+        if self._producer is not None and (offsets := self._producer.flush()):
             self._end = offsets[-1] + 1
 
     def _read_back(self, cluster: Cluster, since: int) -> int:

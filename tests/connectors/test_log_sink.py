@@ -113,6 +113,25 @@ def test_no_snapshot_is_taken_of_what_the_broker_did_not_acknowledge(tmp_path: P
         sink.snapshot()
 
 
+def test_parts_share_a_connection_that_ends_with_the_last_of_them(cluster: Cluster) -> None:
+    ensure_topics(cluster, {"rollouts": 2})
+    sink = LogSink(cluster, "rollouts", "w")
+    first, second, idle = (sink.build_part("step", sink.list_parts()[p], None) for p in (0, 1, 1))
+    for number in range(3):
+        first.write_batch([out(f"a{number}")])
+    second.write_batch([out("b")])
+    assert (second.snapshot(), first.snapshot(), idle.snapshot()) == ((1, ()), (3, ()), (0, ()))
+    first.close()
+    second.write_batch([out("c")])
+    assert second.snapshot() == (2, ())
+    second.close()
+    again = sink.build_part("step", sink.list_parts()[0], (3, ()))
+    again.write_batch([out("d")])
+    assert again.snapshot() == (4, ())
+    again.close()
+    assert written(cluster) == ["b first", "c first"]
+
+
 def test_parts_beyond_nine_keep_their_partition(cluster: Cluster) -> None:
     """bytewax picks the part by its place in the order of names."""
     ensure_topics(cluster, {"rollouts": 12})
