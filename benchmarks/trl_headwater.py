@@ -30,11 +30,14 @@ from deploy.log import opened
 from trainer.step_log import chain, read_steps
 
 EXAMPLES: Final = Path(__file__).resolve().parent.parent / "examples"
-POLICIES: Final[Mapping[str, dict[str, Any]]] = {
-    "deadline": {"bound": 4, "lookahead": 2},
-    "one-step-off": {},
+AHEAD: Final = "deadline-ahead-4"
+POLICIES: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
+    "deadline": ("deadline", {"bound": 4, "lookahead": 2}),
+    AHEAD: ("deadline", {"bound": 4, "lookahead": 4}),
+    "one-step-off": ("one-step-off", {}),
 }
-"""Systems of ours, by policy: the default as it is, and the strictest that overlaps at all."""
+"""Systems of ours, by name: the default policy as it is, with all the look-ahead that its bound
+allows (for rewards that take long), and the strictest that overlaps at all."""
 PARTS: Final = ("wait", "logprobs", "update", "snapshot")
 """Of a manifest's `seconds/`."""
 PACKAGES: Final = ("torch", "transformers", "deepspeed")
@@ -49,9 +52,10 @@ def setting(
 ) -> Setting:
     """What is set beside the example's own configuration."""
     reward = ["../benchmarks/trl_reward.py:slow"] if workload.is_slow else []
+    policy, parameters = POLICIES[system]
     return Setting(
-        policy=system,
-        parameters=POLICIES[system],
+        policy=policy,
+        parameters=parameters,
         correction="tis",
         seed=seed,
         shared=(

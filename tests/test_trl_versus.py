@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import trl_reward
-from benchmarks.trl_headwater import POLICIES, example, per_step, setting
+from benchmarks.trl_headwater import AHEAD, POLICIES, example, per_step, setting
 from benchmarks.trl_tables import Differ, curve, details, num_same_prompts, step_s, summary, table
 from benchmarks.trl_versus import (
     SYSTEMS,
@@ -84,14 +84,14 @@ def test_an_order_reaches_the_other_interpreter_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=lambda one: one.name)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("system", POLICIES)
 def test_headwater_trains_the_batch_that_trl_does(
-    workload: Workload, policy: str, tmp_path: Path
+    workload: Workload, system: str, tmp_path: Path
 ) -> None:
-    chosen = setting(workload, policy, 3, tmp_path / "prompts.jsonl")
+    chosen = setting(workload, system, 3, tmp_path / "prompts.jsonl")
     config = load(example(workload), chosen.overrides())
     task = config.tasks[workload.task]
-    assert configured_policy(config).name == policy
+    assert configured_policy(config).name == POLICIES[system][0]
     assert config.trainer.groups_per_step * task.group_size == workload.num_rows
     assert config.sampling.max_tokens == workload.max_tokens
     assert config.trainer.learning_rate == workload.learning_rate
@@ -176,10 +176,11 @@ def test_the_processors_seconds_of_a_step_are_read_between_two_looks() -> None:
 # ------------------------------------------------------------------------------------ going on
 def test_the_sides_take_turns_and_a_seed_comes_after_the_other() -> None:
     found = list(plan([WORKLOADS["tiny"], WORKLOADS["slow"]], SYSTEMS, 2))
-    assert [system for _, system, _ in found[:3]] == list(SYSTEMS)
-    assert [workload.name for workload, _, _ in found[:6]] == ["tiny"] * 3 + ["slow"] * 3
-    assert Counter(seed for _, _, seed in found) == {0: 6, 1: 6}
-    assert found[5][2] == 0
+    first = [(workload.name, system) for workload, system, _ in found[:7]]
+    at_once = [system for system in SYSTEMS if system != AHEAD]
+    assert first == [*(("tiny", s) for s in at_once), *(("slow", s) for s in SYSTEMS)]
+    assert Counter(seed for _, _, seed in found) == {0: 7, 1: 7}
+    assert found[6][2] == 0
 
 
 def test_a_slow_reward_sleeps_four_times_trls_rollout_of_the_first_seed(tmp_path: Path) -> None:
