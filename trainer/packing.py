@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby
 from typing import Any, Final
 
 import numpy as np
@@ -131,8 +131,10 @@ def _best_fit(parts: Sequence[_Part], max_tokens: int) -> list[tuple[int, ...]]:
 
 def _common(rows: Rows, group: Sequence[int]) -> int:
     """Tokens that all rows of a group begin with."""
-    first = rows.tokens[group[0]]
-    return min((prefix(first, rows.tokens[i]) for i in group[1:]), default=0)
+    common = rows.tokens[group[0]]
+    for i in group[1:]:
+        common = common[: prefix(common, rows.tokens[i])]
+    return len(common)
 
 
 def _num_tokens(rows: Rows, part: Sequence[int], common: int) -> int:
@@ -151,8 +153,8 @@ def _pays(shared: int, length: int) -> int:
 def prefix(a: NDArray[Any], b: NDArray[Any]) -> int:
     """Elements that both begin with."""
     num = min(len(a), len(b))
-    differ = np.flatnonzero(a[:num] != b[:num])
-    return int(differ[0]) if len(differ) else num
+    differ = a[:num] != b[:num]
+    return int(differ.argmax()) if differ.any() else num
 
 
 def minibatches(
@@ -229,40 +231,39 @@ class Pack:
 
 def pack(rows: Rows, indices: Sequence[int], advantages: Sequence[NDArray[np.floating]]) -> Pack:
     """The tensors of one micro-batch. `advantages`: one [T_i] array a row of `rows`."""
-    starts = tuple(accumulate((len(rows.tokens[i]) for i in indices), initial=0))
-    expand_E = np.arange(starts[-1])
-    own: list[NDArray[np.int64]] = []  # places in E that are computed
+    lengths = [len(rows.tokens[i]) for i in indices]
+    starts = tuple(accumulate(lengths, initial=0))
+    is_computed_E = np.ones(starts[-1], np.bool_)
+    shares: list[tuple[int, int, int]] = []  # begin and original in E, length
     first_of: dict[int, int] = {}  # by group, the r of its first row
-    for r, (i, (start, end)) in enumerate(zip(indices, pairwise(starts), strict=True)):
+    for r, i in enumerate(indices):
         first = first_of.setdefault(int(rows.groups[i]), r)
-        shared = 0
-        if first != r:
-            tokens = rows.tokens[indices[first]]
-            shared = _pays(prefix(tokens, rows.tokens[i]), end - start)
-            expand_E[start : start + shared] = np.arange(starts[first], starts[first] + shared)
-        own.append(np.arange(start + shared, end))
-    computed_P = np.concatenate([np.zeros(0, np.int64), *own])
-    is_shared = len(computed_P) < starts[-1]
-    if is_shared:  # from places in E to places in P
-        place_E = np.zeros(starts[-1], np.int64)
-        place_E[computed_P] = np.arange(len(computed_P))
-        expand_E = place_E[expand_E]
+        if first == r:
+            continue
+        shared = _pays(prefix(rows.tokens[indices[first]], rows.tokens[i]), lengths[r])
+        if shared:
+            is_computed_E[starts[r] : starts[r] + shared] = False
+            shares.append((starts[r], starts[first], shared))
+    place_E = np.cumsum(is_computed_E) - 1  # in P
+    for start, origin, num in shares:
+        place_E[start : start + num] = place_E[origin : origin + num]
     tokens_E = _flat(rows.tokens, indices, np.int64)
     trained_E = _flat(rows.masks, indices, np.bool_)
-    positions_E = np.concatenate([np.arange(b - a) for a, b in pairwise(starts)])
+    positions_E = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
     at_N = np.flatnonzero(trained_E)
+    row_N = np.repeat(np.arange(len(indices)), rows.num_trained_N[list(indices)])
     ages_N = np.full(len(at_N), UNKNOWN, np.int32)
     if rows.ages is not None:
         ages_N = _flat(rows.ages, indices, np.int32)[at_N]
     return Pack(
         indices=tuple(indices),
-        tokens_P=torch.from_numpy(tokens_E[computed_P]),
-        position_ids_P=torch.from_numpy(positions_E[computed_P]),
-        expand_E=torch.from_numpy(expand_E) if is_shared else None,
+        tokens_P=torch.from_numpy(tokens_E[is_computed_E]),
+        position_ids_P=torch.from_numpy(positions_E[is_computed_E]),
+        expand_E=torch.from_numpy(place_E) if shares else None,
         starts=starts,
-        predictor_N=torch.from_numpy(expand_E[at_N - 1]),
+        predictor_N=torch.from_numpy(place_E[at_N - 1]),
         targets_N=torch.from_numpy(tokens_E[at_N]),
-        row_N=torch.from_numpy(np.searchsorted(starts, at_N, side="right") - 1),
+        row_N=torch.from_numpy(row_N),
         behaviour_logprobs_N=torch.from_numpy(_flat(rows.logprobs, indices, np.float32)[at_N]),
         advantages_N=torch.from_numpy(_flat(advantages, indices, np.float32)[at_N]),
         ages_N=torch.from_numpy(ages_N),
