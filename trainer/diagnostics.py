@@ -1,7 +1,7 @@
 """What a step trains, told apart: reward by task and by age, tokens by age, lengths.
 
-Groups, the ages of their versions and the weights of tokens over age enter; metrics leave. A sample
-counts once, however many branches it has.
+Groups, the ages of their versions and the weights of tokens over age enter; metrics leave, and the
+histogram of ages. A sample counts once, however many branches it has.
 
     reward/task/NAME         mean over the samples of the task
     reward/staleness/BUCKET  mean over the samples whose oldest trained token is of that age
@@ -26,12 +26,13 @@ from trainer.overdue import row_weights
 
 def step_metrics(
     groups: Sequence[Group], ages: Ages, weights: Mapping[Version, float]
-) -> dict[str, float]:
-    """Of one step; what nothing falls under is left out. Rewards are those of the records, before
-    any shaping. A token that no version wrote has no age."""
+) -> tuple[dict[str, float], Counter[int]]:
+    """Of one step, and its trained tokens by age (`ages.histogram`); what nothing falls under is
+    left out. Rewards are those of the records, before any shaping. A token that no version wrote
+    has no age."""
     by_task: defaultdict[str, list[float]] = defaultdict(list)
     by_age: defaultdict[str, list[float]] = defaultdict(list)
-    tokens, trained = Counter[str](), list[int]()
+    tokens, trained = Counter[int](), list[int]()
     generated = Lengths()
     for group in groups:
         for rows in samples(group):
@@ -41,16 +42,18 @@ def step_metrics(
             found = histogram(rows, ages, weights)
             if found:
                 by_age[bucket(max(found))].append(rows[0].reward)
-            for age, count in found.items():
-                tokens[bucket(age)] += count
+            tokens.update(found)
+    by_bucket = Counter[str]()
+    for age, count in tokens.items():
+        by_bucket[bucket(age)] += count
     metrics = {f"reward/task/{name}": float(np.mean(r)) for name, r in by_task.items()}
     metrics |= {f"reward/staleness/{name}": float(np.mean(r)) for name, r in by_age.items()}
-    metrics |= {f"tokens/age/{name}": float(count) for name, count in tokens.items()}
+    metrics |= {f"tokens/age/{name}": float(count) for name, count in by_bucket.items()}
     if trained:
         metrics["length/trained"] = float(np.mean(trained))
     if (mean := generated.mean()) is not None:
         metrics |= {"length/generated": mean, "tokens/generated": float(generated.num_tokens)}
-    return metrics
+    return metrics, tokens
 
 
 def bucket(age: int) -> str:

@@ -29,19 +29,14 @@ from connectors.run_dir import RunDir
 from connectors.signals import stop_on_signals
 from connectors.weights import Snapshot
 from trainer import actions, gang, stall
-from trainer.ages import histogram, recorded, staleness
+from trainer.ages import recorded, staleness
 from trainer.alerts import AlertWatch
 from trainer.checkpoint import CheckpointStore, run_store
 from trainer.checkpoint_meta import CheckpointMeta
 from trainer.credit import no_signal
 from trainer.diagnostics import step_metrics
 from trainer.engine import TrainingEngine
-from trainer.execute import (
-    Execution,
-    execute,
-    settings,
-    untrainable,
-)
+from trainer.execute import execute, settings, untrainable
 from trainer.feed import Feed, StepInput
 from trainer.feed_state import FeedState
 from trainer.publish import Publisher
@@ -238,7 +233,7 @@ class Loop:
         snapshot = self._engine.snapshot(into=self._publisher.spare())
         snapshot_s = time.perf_counter() - trained_at
         version = Version(self._version.incarnation, taken.step)
-        trajectories = (t for group in taken.groups for t in group.trajectories)
+        told, tokens = step_metrics(taken.groups, taken.ages, taken.weights)
         manifest = Manifest(
             step=taken.step,
             epoch=self._epoch,
@@ -257,8 +252,8 @@ class Loop:
                 **recorded(taken.ages),
                 **taken.settings,
             },
-            metrics=self._metrics(taken, done, waited_s, snapshot_s),
-            staleness=staleness(histogram(trajectories, taken.ages, taken.weights)),
+            metrics={**done.metrics, **told, **self._metrics(taken, waited_s, snapshot_s)},
+            staleness=staleness(tokens),
             finished_at=time.time(),
         )
         self._pause_s = 0.0
@@ -273,14 +268,10 @@ class Loop:
         if taken.step % config.checkpoint.every_steps == 0:
             self._checkpoint(taken.snapshot)
 
-    def _metrics(
-        self, taken: StepInput, done: Execution, waited_s: float, snapshot_s: float
-    ) -> dict[str, float]:
-        """A checkpoint's pause is in the metrics of the step after it, the time its writing took
-        beside training in those of the steps after that."""
+    def _metrics(self, taken: StepInput, waited_s: float, snapshot_s: float) -> dict[str, float]:
+        """Of what was done around the step. A checkpoint's pause is in those of the step after it,
+        the time its writing took beside training in those of the steps after that."""
         return {
-            **done.metrics,
-            **step_metrics(taken.groups, taken.ages, taken.weights),
             **({} if taken.mean_length is None else {"length/arrived": taken.mean_length}),
             **actions.metrics(taken.actions),
             **{f"staleness/waits/{reason}": 1.0 for reason in taken.waits},

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from connectors.records import Group, Origin, Prompt, Segment, Trajectory, Version
-from trainer.ages import ages_of, histogram, staleness
+from trainer.ages import ages_of, staleness
 from trainer.diagnostics import Lengths, bucket, step_metrics
 
 AT = Version(0, 20)
@@ -36,7 +36,7 @@ def group(*rows: Trajectory) -> Group:
 
 
 def told(*groups: Group, weights: dict[Version, float] | None = None) -> dict[str, float]:
-    return step_metrics(groups, ages_of(groups, AT, {}), weights or {})
+    return step_metrics(groups, ages_of(groups, AT, {}), weights or {})[0]
 
 
 def test_rewards_are_told_by_task_and_by_the_age_of_a_samples_oldest_trained_token() -> None:
@@ -100,10 +100,9 @@ def test_tokens_that_are_masked_or_that_no_version_wrote_have_no_age() -> None:
 def test_a_first_token_counts_nowhere_and_a_manifests_staleness_is_of_the_tokens_told() -> None:
     """Version 10 wrote the first token alone, which nothing predicts."""
     rows = (row("0", 1.0, (0, 1, 10), (1, 3, 19), mask=[1, 1, 1]),)
-    ages = ages_of([group(*rows)], AT, {})
-    found = told(group(*rows))
+    found, tokens = step_metrics([group(*rows)], ages_of([group(*rows)], AT, {}), {})
     assert {k: v for k, v in found.items() if k.startswith("tokens/age/")} == {"tokens/age/1": 2}
-    assert staleness(histogram(rows, ages, {})) == {"mean": 1, "p99": 1, "max": 1}
+    assert staleness(tokens) == {"mean": 1, "p99": 1, "max": 1}
     assert (found["length/trained"], found["length/generated"]) == (2, 3)
 
 
