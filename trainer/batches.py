@@ -6,7 +6,6 @@ replay calls `flatten` on the manifest's records. What becomes of them: trainer/
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,14 +20,6 @@ from trainer.overdue import Weights, row_weights
 
 MOST_LOGPROB: Final = 1e6
 """Magnitude of a behaviour log-prob. No model comes near, and the sum over a row stays finite."""
-
-
-class BadTrajectory(ValueError):
-    """A trajectory cannot be trained; the message begins with its id."""
-
-    def __init__(self, trajectory_id: str, message: str) -> None:
-        super().__init__(f"{trajectory_id}: {message}")
-        self.trajectory_id = trajectory_id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,30 +88,37 @@ class Rows:
 
 
 def flatten(
-    groups: Sequence[Group],
-    weights: Weights | None = None,
-    *,
-    ages: Ages | None = None,
-    needs_behaviour: str | None = None,
+    groups: Sequence[Group], weights: Weights | None = None, *, ages: Ages | None = None
 ) -> Rows:
     """The rows of `groups`; tokens of versions that have weight 0 are not trained. `ages`: of the
-    versions, where known. `needs_behaviour`: what reads the log-probs of the policy that sampled
-    (`algorithms.needs_behaviour`), None when nothing does.
-
-    BadTrajectory when a reward is not finite or, where something reads them, a trained token lacks
-    a behaviour log-prob within +-MOST_LOGPROB or is of text, which no policy sampled."""
+    versions, where known."""
     found = [(index, t) for index, group in enumerate(groups) for t in group.trajectories]
-    for _, trajectory in found:
-        if not math.isfinite(trajectory.reward):
-            raise BadTrajectory(trajectory.trajectory_id, f"its reward is {trajectory.reward}")
     return Rows(
         ids=tuple(t.trajectory_id for _, t in found),
         tokens=tuple(t.tokens for _, t in found),
-        masks=tuple(_trained(t, weights or {}, needs_behaviour) for _, t in found),
+        masks=tuple(_trained(t, weights or {}) for _, t in found),
         logprobs=tuple(_behaviour(t) for _, t in found),
         rewards=np.array([t.reward for _, t in found], np.float64),
         groups=np.array([index for index, _ in found], np.int64),
         ages=tuple(row_ages(t, ages or {}) for _, t in found),
+    )
+
+
+def lacks_behaviour(trajectory: Trajectory, needed_by: str) -> str | None:
+    """Why it gives `needed_by` (`algorithms.needs_behaviour`) no log-probs of a policy that sampled
+    it, or None: a trained token has none within +-MOST_LOGPROB, or is of text."""
+    trained = _trained(trajectory, {})
+    if trajectory.behaviour == "text" and trained.any():
+        return (
+            f"it is text, which no policy sampled, and {needed_by} needs the log-probs of one that "
+            "did"
+        )
+    bad = np.flatnonzero(trained & ~(np.abs(trajectory.logprobs) <= MOST_LOGPROB))
+    if not len(bad):
+        return None
+    return (
+        f"token {bad[0]} is trained but its log-prob is {trajectory.logprobs[bad[0]]}, which "
+        f"{needed_by} needs"
     )
 
 
@@ -130,28 +128,11 @@ def _behaviour(trajectory: Trajectory) -> NDArray[np.float32]:
     return trajectory.logprobs
 
 
-def _trained(
-    trajectory: Trajectory, weights: Weights, needs_behaviour: str | None
-) -> NDArray[np.bool_]:
+def _trained(trajectory: Trajectory, weights: Weights) -> NDArray[np.bool_]:
     mask: NDArray[np.bool_] = trajectory.loss_mask != 0
     mask[:1] = False
     if weights:
         mask &= row_weights(trajectory, weights) > 0
-    if needs_behaviour is None:
-        return mask
-    if trajectory.behaviour == "text" and mask.any():
-        raise BadTrajectory(
-            trajectory.trajectory_id,
-            f"it is text, which no policy sampled, and {needs_behaviour} needs the log-probs of "
-            "one that did",
-        )
-    bad = np.flatnonzero(mask & ~(np.abs(trajectory.logprobs) <= MOST_LOGPROB))
-    if len(bad):
-        raise BadTrajectory(
-            trajectory.trajectory_id,
-            f"token {bad[0]} is trained but its log-prob is {trajectory.logprobs[bad[0]]}, which "
-            f"{needs_behaviour} needs",
-        )
     return mask
 
 

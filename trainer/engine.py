@@ -21,17 +21,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from trainer.process_group import (  # first: it sets what torch and DeepSpeed read at import
     ALONE,
     World,
     be_deterministic,
     quiet_deepspeed,
+    running,
     sequence_group,
     start_process_group,
 )
@@ -41,25 +42,24 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
-import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
 from connectors import config as configuration
 from connectors import weights
-from connectors.weights.layout import Digester
 from operators.tracker import TrackerState
 from trainer import budget, engine_state, fused, memory, shares, zero
 from trainer.batches import Rows
 from trainer.forward import Forwards
 from trainer.lora import add_adapters
-from trainer.model_state import sizes
-from trainer.packing import check_assignment
 from trainer.policy import PolicyModel, load_policy
 from trainer.pretrained import save_whole
 from trainer.shares import Call, Origin, Share
 from trainer.state_copy import StateCopy
 from trainer.step_metrics import Tally, row_metrics
+
+if TYPE_CHECKING:
+    from trainer.gang import Gang
 
 ADAPTERS_SEED: Final = 0
 """What adapters are drawn from: the same in each run."""
@@ -98,27 +98,18 @@ class TrainingEngine:
         temperature: float,
         *,
         world: World = ALONE,
-        tell: Callable[[Call], None] | None = None,
+        gang: Gang | None = None,
     ) -> None:
-        """`tell`: of rank 0, makes the other ranks do what this one does; None for a rank alone, or
-        where each has a caller. ConfigError for another number of ranks than the world has,
-        FileNotFoundError for a missing model folder, MemoryShort for what does not fit; ValueError
-        for a model whose head or attention cannot be reproduced."""
+        """`gang`: of rank 0, the other ranks, which are to do what this one does; None for a rank
+        alone, or where each has a caller. ConfigError for another number of ranks than the world
+        has, FileNotFoundError for a missing model folder, MemoryShort for what does not fit;
+        ValueError for a model whose head or attention cannot be reproduced."""
         self.tracker = TrackerState()
-        self._path = Path(model_path)
-        if not (self._path / "config.json").is_file():
-            raise FileNotFoundError(
-                f"model.path: {self._path} holds no model (config.json is missing)"
-            )
-        if trainer.num_ranks != world.num_ranks:
-            raise configuration.ConfigError(
-                f"trainer.num_ranks: is {trainer.num_ranks}, and this is one of {world.num_ranks}"
-            )
-        self._trainer = trainer
-        self._world, self._told = world, tell
+        self._path, self._temperature = Path(model_path), temperature
+        self._trainer, self._world, self._gang = trainer, world, gang
         self._dtype = _DTYPES[model.dtype]
-        self._temperature = temperature
         self._initial: PolicyModel | None = None
+        self._check_start()
         torch.set_num_threads(trainer.num_threads)
         be_deterministic()
         start_process_group(world)
@@ -127,33 +118,48 @@ class TrainingEngine:
         there = memory.available(self._device, ranks_here=world.num_ranks)
         world.each(None)  # all have looked before one of them loads
         config = zero.deepspeed_config(trainer, model.dtype)
+        self._adapted = None
         with quiet_deepspeed():
             with zero.loading(config, whole=trainer.lora is not None):
-                policy = load_policy(
-                    self._path,
-                    self._dtype,
-                    temperature,
-                    gradient_checkpointing=trainer.gradient_checkpointing,
-                    sequence_group=self._sequence_group,
-                )
-            self._adapted = None
+                policy = self._load(gradient_checkpointing=trainer.gradient_checkpointing)
             if trainer.lora is not None:
                 self._adapted = add_adapters(policy.model, trainer.lora, ADAPTERS_SEED)
             self._max_tokens = budget.settle(policy, trainer, model, there, world)
-            policy.to(self._device)
-            trained = [p for p in policy.parameters() if p.requires_grad]
-            zero.bound_buckets(config, sizes(trained)[1])
-            self._engine, *_ = deepspeed.initialize(
-                model=policy, model_parameters=trained, config=config
-            )
-        self._engine.train()
-        self._engine._copy_recovery_script = lambda folder: None  # only our own code reads it back
+            self._engine = zero.wrapped(policy.to(self._device), config)
         policy.check_head()
         policy.check_packing()
         if self._adapted is None:
             self._plan = weights.plan(weights.shapes_of(self.named_parameters()), self._dtype)
         else:
             self._plan = self._adapted.plan(self._dtype)
+
+    @classmethod
+    def of(
+        cls, config: configuration.Config, world: World = ALONE, gang: Gang | None = None
+    ) -> Self:
+        """What a configuration asks for, holding the initial model: the state before step 1."""
+        path, temperature = config.resolve(config.model.path), config.sampling.temperature
+        return cls(path, config.trainer, config.model, temperature, world=world, gang=gang)
+
+    def _check_start(self) -> None:
+        if not (self._path / "config.json").is_file():
+            raise FileNotFoundError(
+                f"model.path: {self._path} holds no model (config.json is missing)"
+            )
+        if (asked := self._trainer.num_ranks) != self._world.num_ranks:
+            raise configuration.ConfigError(
+                f"trainer.num_ranks: is {asked}, and this is one of {self._world.num_ranks}"
+            )
+
+    def _load(self, *, gradient_checkpointing: bool = False) -> PolicyModel:
+        """The initial model, where it was loaded to."""
+        return load_policy(
+            self._path,
+            self._dtype,
+            self._temperature,
+            gradient_checkpointing=gradient_checkpointing,
+            sequence_group=self._sequence_group,
+        )
 
     @property
     def max_tokens(self) -> int:
@@ -166,11 +172,13 @@ class TrainingEngine:
         return self._world.num_ranks // self._trainer.sequence_parallel
 
     def check(self) -> None:
-        """Raises when another rank is gone: one alone has no other."""
+        """RankDied when another rank is gone."""
+        if self._gang is not None:
+            self._gang.check()
 
     def _tell(self, call: Call) -> None:
-        if self._told is not None:
-            self._told(call)
+        if self._gang is not None:
+            self._gang.tell(call)
 
     # ---------------------------------------------------------------------------------- training
     def step(
@@ -191,11 +199,9 @@ class TrainingEngine:
         the settings of this step, None for those the engine was made with. `origin`: where other
         ranks read their rows. `measure_drift`: by one forward more, at the end.
 
-        A loss is that of a whole mini-batch, however it is cut. ValueError when micro-batches do
-        not cover the trained rows exactly once, mini-batch by mini-batch, or a value cannot be
-        trained on."""
+        A loss is that of a whole mini-batch, however it is cut. ValueError for ranks that are not
+        there. Whoever took the micro-batches from elsewhere than `packing.assign` checks them."""
         settings = trainer or self._trainer
-        check_assignment(rows, micro_batches, settings.num_minibatches)
         if rows.num_trained == 0:
             return StepResult(
                 metrics=row_metrics(rows, advantages, 0),
@@ -205,26 +211,18 @@ class TrainingEngine:
                 drift=0.0 if measure_drift else None,
             )
         cut = shares.split(rows, micro_batches, ranks, advantages, settings, self.num_shares)
-        if self._told is not None:
+        if self._gang is not None:
             if origin is None:
                 raise ValueError("other ranks are to train, and nothing says where they read")
-            self._tell(
-                shares.Train(
-                    orders=tuple(shares.order_of(share, rows, origin) for share in cut),
-                    seed=seed,
-                    trainer=settings.model_dump_json(),
-                    measure_drift=measure_drift,
-                )
-            )
+            each = shares.trains(
+                cut, rows, origin, num_ranks=self._world.num_ranks, seed=seed,
+                settings=settings, measure_drift=measure_drift,
+            )  # fmt: skip
+            self._gang.tell_each(each)
         done = self.train(cut[0], seed, settings, measure_drift=measure_drift)
         metrics = {**done.metrics, **row_metrics(rows, advantages, len(micro_batches))}
-        return StepResult(
-            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
-            skipped=done.skipped,
-            seconds=done.seconds,
-            master_changed=done.master_changed,
-            drift=done.drift,
-        )
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        return replace(done, metrics=finite)
 
     def train(
         self,
@@ -235,8 +233,7 @@ class TrainingEngine:
         measure_drift: bool = False,
     ) -> StepResult:
         """This rank's part of a step. The result is the same on all ranks but for `seconds`."""
-        zero.clip_by(self._engine, settings.max_grad_norm)
-        self._set_optimizer(settings)
+        zero.step_by(self._engine, settings)
         tally = Tally()
         torch.manual_seed(seed)
         forwards = Forwards(
@@ -252,7 +249,7 @@ class TrainingEngine:
         first, *rest = share.minibatches
         if settings.proximal == "recompute":
             forwards.recompute([indices for minibatch in rest for indices in minibatch])
-        before = self._master_digest()
+        before = zero.master_digest(self._engine, self._device)
         for minibatch in (first, *rest):
             self._optimize(forwards, minibatch)
         drift = None
@@ -260,11 +257,12 @@ class TrainingEngine:
             drift = self._drift(forwards, first[0]) if tally.num_applied else 0.0
             tally.metrics["kl/update"] = drift
         tally.merge(self._world.each(tally.part())[:: self._trainer.sequence_parallel])
+        after = zero.master_digest(self._engine, self._device)
         return StepResult(
             metrics=tally.summary() | {"learning_rate": float(self._engine.get_lr()[0])},
             skipped=None if tally.num_applied else "nan_gradient",
             seconds=tally.seconds,
-            master_changed=self._world.sum(float(self._master_digest() != before)) > 0,
+            master_changed=self._world.sum(float(after != before)) > 0,
             drift=drift,
         )
 
@@ -304,17 +302,8 @@ class TrainingEngine:
             found: PolicyModel = self._engine.module
             return found
         if self._initial is None:
-            self._initial = load_policy(
-                self._path, self._dtype, self._temperature, sequence_group=self._sequence_group
-            )
-            self._initial.to(self._device).requires_grad_(False)
+            self._initial = self._load().to(self._device).requires_grad_(False)
         return self._initial
-
-    def _set_optimizer(self, settings: configuration.Trainer) -> None:
-        """A loaded checkpoint brings the settings of its time along."""
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = settings.learning_rate
-            group["weight_decay"] = settings.weight_decay
 
     # ----------------------------------------------------------------------------------- weights
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -355,30 +344,20 @@ class TrainingEngine:
         """What the other ranks do for a snapshot or digest of rank 0."""
         weights.take_part(self.named_parameters(), self._plan, zero.gathered)
 
-    def _master_digest(self) -> str:
-        """Of this rank's part of the weights the optimizer steps on, from which DeepSpeed copies
-        the model's."""
-        fold = Digester(torch.float32, self._device)
-        for part in zero.master_weights(self._engine):
-            fold.update(part)
-        return fold.hex()
-
     # -------------------------------------------------------------------------------- checkpoint
     def capture(self, into: StateCopy | None = None) -> StateCopy:
         """A copy of this rank's model, optimizer and random state, of rank 0 the tracker too, whose
-        `write` gives what `load` reads; `into` gives its memory."""
+        `write` gives what `load` reads; `into` gives its memory. Of rank 0, what is written is
+        what all ranks captured."""
         self._tell(shares.Capture())
+        if into is None and self._gang is not None:
+            into = StateCopy(self._gang.write)
         return engine_state.capture(
             self._engine, self.tracker, into, only_trained=self._adapted is not None
         )
 
-    def save(self, folder: Path) -> None:
-        """Model, optimizer, random state and tracker into `folder` (which exists), to be made
-        atomic by the caller."""
-        self.capture().write(folder)
-
     def load(self, folder: Path) -> None:
-        """The opposite of `save`, bit for bit. ValueError when `folder` holds no checkpoint,
+        """Brings back what was captured, bit for bit. ValueError when `folder` holds no checkpoint,
         RuntimeError (torch's) when it is of a model with other shapes."""
         self._tell(shares.Load(str(folder)))
         self.tracker = engine_state.restore(
@@ -397,20 +376,13 @@ class TrainingEngine:
     # ------------------------------------------------------------------------------- environment
     def environment(self) -> dict[str, str]:
         """What must be equal for equal bits; recorded in every manifest."""
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         return {
-            "device": device,
-            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-            "threads": str(torch.get_num_threads()),
-            "ranks": str(dist.get_world_size()),
+            **running(),
             "zero_stage": str(self._trainer.zero_stage),
             "dtype": str(self._dtype).removeprefix("torch."),
             "logprobs": fused.kernel_for(
                 self._device, entropy_gradient=self._trainer.entropy_coefficient > 0
             ),
-            "torch": str(torch.__version__),
-            "deepspeed": deepspeed.__version__,
-            "transformers": transformers.__version__,
             **({} if self._adapted is None else self._adapted.environment()),
         }
 

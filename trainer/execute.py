@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from connectors.algorithms import MOST_REWARD, estimator, needs_behaviour
-from connectors.config import Config, Overlong, Trainer
+from connectors.config import Overlong, Trainer
 from connectors.records import Coordinate, Group, Manifest, Trajectory
 from operators.tracker import TrackerState
 from trainer import batches, credit, packing, values
@@ -47,16 +47,6 @@ class Execution:
     skipped: str | None
     metrics: Mapping[str, float]
     master_changed: bool
-
-
-def training_engine(config: Config) -> TrainingEngine:
-    """The engine a configuration asks for, holding the initial model: the state before step 1."""
-    return TrainingEngine(
-        config.resolve(config.model.path),
-        config.trainer,
-        config.model,
-        config.sampling.temperature,
-    )
 
 
 def settings(trainer: Trainer, temperature: float) -> dict[str, float | str]:
@@ -93,15 +83,15 @@ def execute(
     ages: Ages | None = None,
     weights: Weights | None = None,
 ) -> Execution:
-    """Trains one step on `groups`, in order, as `trainer` says. `records`: of the groups, where
-    other ranks read theirs. `assignment`: a manifest's, to execute it again; None packs the rows by
-    the engine's budget. `ages`: of the groups'
-    versions, read by `loglinear` and for the gap. `weights`: of tokens over age; each
-    one's advantage is multiplied by its own, what has 0 is as if it were no token of the
+    """Trains one step on `groups`, in order, as `trainer` says; `untrainable` refused none of them.
+    `records`: of the groups, where other ranks read theirs. `assignment`: a manifest's, to execute
+    it again, ValueError when it is one of other rows; None packs the rows by the engine's budget.
+    `ages`: of the groups' versions, read by `loglinear` and for the gap. `weights`: of tokens over
+    age; each one's advantage is multiplied by its own, what has 0 is as if it were no token of the
     policy's. A step whose estimator takes no values forgets those of earlier ones: it moves the
     policy unseen."""
-    weights, needed = weights or {}, _needs_behaviour(trainer)
-    rows = batches.flatten(groups, weights, ages=ages, needs_behaviour=needed)
+    weights = weights or {}
+    rows = batches.flatten(groups, weights, ages=ages)
     rows = replace(rows, samples=credit.samples_of(groups))
     too_few = credit.too_few(groups, rows, trainer)
     if too_few is not None:  # so that the engine trains none of it
@@ -110,6 +100,8 @@ def execute(
         assignment = packing.assign(
             rows, engine.max_tokens, trainer.num_minibatches, engine.num_shares
         )
+    else:
+        packing.check_assignment(rows, assignment.micro_batches, trainer.num_minibatches)
     tracker, before = values.tracker_of(trainer), engine.tracker
     baselines = None if tracker is None else values.values(tracker, before, groups)
     advantages = credit.advantages(groups, rows, trainer, weights=weights, values=baselines)
@@ -121,7 +113,7 @@ def execute(
         seed,
         trainer,
         ranks=assignment.ranks,
-        origin=Origin(records=records, ages=ages or {}, weights=weights, needs_behaviour=needed),
+        origin=Origin(records=records, ages=ages or {}, weights=weights),
         measure_drift=drifts,
     )
     metrics = {**result.metrics, **counts(groups, weights)}
@@ -140,15 +132,6 @@ def execute(
     )
 
 
-def _needs_behaviour(trainer: Trainer) -> str | None:
-    return needs_behaviour(
-        loss=trainer.loss,
-        proximal=trainer.proximal,
-        correction=trainer.correction,
-        rejection=trainer.rejection,
-    )
-
-
 def untrainable(
     group: Group, trainer: Trainer, vocabulary_size: int, max_tokens: int | None = None
 ) -> str | None:
@@ -157,14 +140,18 @@ def untrainable(
     a micro-batch."""
     if not group.trajectories:
         return "it has no trajectories"
-    try:
-        batches.flatten([group], needs_behaviour=_needs_behaviour(trainer))
-    except batches.BadTrajectory as error:
-        return str(error)
+    needed_by = needs_behaviour(
+        loss=trainer.loss,
+        proximal=trainer.proximal,
+        correction=trainer.correction,
+        rejection=trainer.rejection,
+    )
     samples: dict[int, float] = {}
     for trajectory in group.trajectories:
         if (why := _malformed(trajectory, group, vocabulary_size)) is not None:
             return f"{trajectory.trajectory_id}{why}"
+        if needed_by and (why := batches.lacks_behaviour(trajectory, needed_by)) is not None:
+            return f"{trajectory.trajectory_id}: {why}"
         if max_tokens is not None and len(trajectory.tokens) > max_tokens:
             return (
                 f"{trajectory.trajectory_id}: it has {len(trajectory.tokens)} tokens, a "

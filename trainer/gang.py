@@ -1,7 +1,7 @@
 """The other ranks, as rank 0 has them: it starts their processes, tells them what to do, and hears
 when one is gone.
 
-    tell(call)      ──pipe──▶ every rank, in order
+    tell(call)      ──pipe──▶ every rank, in order; tell_each: each what is its own
     write(folder)   ──pipe──▶ every rank, beside the calls; ──▶ each says that its files are there
     watch (thread)  ◀──pipe── Ready, Written, Failed, or the end of a rank
 
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -35,12 +35,10 @@ from connectors.run_dir import RunDir
 from connectors.weights.group import serve_store
 from trainer import rank_line
 from trainer.engine import TrainingEngine
-from trainer.execute import training_engine
 from trainer.process_group import World
 from trainer.rank import MEET_S
 from trainer.rank_line import Failed, Start, Told, Write, Written
 from trainer.shares import Call, Close
-from trainer.state_copy import StateCopy
 
 log = logging.getLogger(__name__)
 
@@ -77,37 +75,15 @@ def engine(
     asks for: this process is rank 0, RUN/logs/ROLE-rank-K.log the log of another one. `cluster`:
     where the records are that steps train on. RankDied when another rank is gone."""
     if config.trainer.num_ranks == 1:
-        with closing(training_engine(config)) as alone:
+        with closing(TrainingEngine.of(config)) as alone:
             yield alone
         return
     gang = Gang(config, cluster, lambda rank: run_dir.log_file(f"{role}-rank-{rank}"))
     with closing(gang), gang.watched():
         gang.wait_ready()
-        with closing(RankZero(config, gang)) as first, gang.watched():
+        world = World(num_ranks=gang.num_ranks, store=gang.store)
+        with closing(TrainingEngine.of(config, world, gang)) as first, gang.watched():
             yield first
-
-
-class RankZero(TrainingEngine):
-    """The engine of rank 0 of several."""
-
-    def __init__(self, config: Config, gang: Gang) -> None:
-        super().__init__(
-            config.resolve(config.model.path),
-            config.trainer,
-            config.model,
-            config.sampling.temperature,
-            world=World(num_ranks=gang.num_ranks, store=gang.store),
-            tell=gang.tell,
-        )
-        self._gang = gang
-
-    def capture(self, into: StateCopy | None = None) -> StateCopy:
-        """With what the other ranks captured."""
-        return super().capture(into or StateCopy(self._gang.write))
-
-    def check(self) -> None:
-        """RankDied when another rank is gone."""
-        self._gang.check()
 
 
 class _Rank:
@@ -206,12 +182,16 @@ class Gang:
 
     def tell(self, call: Call) -> None:
         """Makes the other ranks do it, after what they were told before. RankDied."""
+        self._is_closing |= isinstance(call, Close)
+        self.tell_each(dict.fromkeys(self._ranks, call))
+
+    def tell_each(self, calls: Mapping[int, Call]) -> None:
+        """As `tell`, each rank what is its own."""
         if self._is_killed:
             return
-        self._is_closing |= isinstance(call, Close)
         self.check()
-        for rank in self._ranks.values():
-            rank.send(call)
+        for rank, call in calls.items():
+            self._ranks[rank].send(call)
 
     def check(self) -> None:
         """RankDied when one is gone."""

@@ -28,6 +28,7 @@ if not torch.cuda.is_available():
 
 import deepspeed
 import torch.distributed as dist
+import transformers
 from deepspeed.ops import __compatible_ops__
 from torch._C._distributed_c10d import HashStore, Store
 
@@ -69,6 +70,19 @@ class World:
 
 ALONE: Final = World()
 CPU: Final = torch.device("cpu")
+
+
+def running() -> dict[str, str]:
+    """What runs here: device, threads, number of ranks and libraries, which bits depend on."""
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "ranks": str(dist.get_world_size()),
+        "torch": str(torch.__version__),
+        "deepspeed": deepspeed.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 def be_deterministic() -> None:

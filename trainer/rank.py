@@ -132,12 +132,11 @@ def run(connection: Connection, open_rank: Open | None = None) -> int:
 def serve(line: Line, engine: Engine, read: Read) -> None:
     """Does what it is told, until Close. Raises what the engine and the reading raise."""
     copy: StateCopy | None = None
-    of_sequence = line.start.parsed.trainer.sequence_parallel
     for call, captured in line.calls():
         match call:
             case shares.Train():
-                share = call.orders[line.start.rank // of_sequence].share(read)
                 settings = Trainer.model_validate_json(call.trainer)
+                share = call.order.share(read)
                 engine.train(share, call.seed, settings, measure_drift=call.measure_drift)
             case shares.Take() | shares.Digest():
                 engine.take_part()
@@ -158,17 +157,9 @@ def _open(start: Start) -> tuple[Engine, Read]:
     from trainer.process_group import World
 
     config = start.parsed
-    engine = TrainingEngine(
-        config.resolve(config.model.path),
-        config.trainer,
-        config.model,
-        config.sampling.temperature,
-        world=World(
-            rank=start.rank,
-            num_ranks=start.num_ranks,
-            store=join_store(*start.store, MEET_S),
-        ),
-    )
+    store = join_store(*start.store, MEET_S)
+    world = World(rank=start.rank, num_ranks=start.num_ranks, store=store)
+    engine = TrainingEngine.of(config, world)
     reader = Reader(start.cluster, source(config, start.cluster).topic("trajectories"), {})
 
     def read(records: Sequence[Coordinate]) -> list[Group]:

@@ -128,7 +128,6 @@ class Origin:
     records: Sequence[Coordinate]
     ages: Ages
     weights: Weights
-    needs_behaviour: str | None
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,7 +138,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     picks: tuple[int, ...]
     minibatches: tuple[tuple[tuple[int, ...], ...], ...]
     settings: dict[str, float | str]
-    needs_behaviour: str | None
     runs: bytes
     values: bytes
     weights: bytes
@@ -151,7 +149,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
             read(self.records),
             overdue.weights_of(self.settings),
             ages=recorded_ages(self.settings),
-            needs_behaviour=self.needs_behaviour,
         )
         if self.picks and self.picks[-1] >= len(rows):
             raise SharesDiffer(f"row {self.picks[-1]} was asked for, the records have {len(rows)}")
@@ -185,7 +182,6 @@ def order_of(share: Share, rows: Rows, origin: Origin) -> Order:
         picks=tuple(np.searchsorted(in_records, chosen).tolist()),
         minibatches=share.minibatches,
         settings={**recorded(origin.ages), **overdue.recorded(origin.weights)},
-        needs_behaviour=origin.needs_behaviour,
         runs=np.diff(edges, append=len(values)).astype(np.int64).tobytes(),
         values=values[edges].tobytes(),
         weights=share.weights_N.tobytes(),
@@ -195,12 +191,37 @@ def order_of(share: Share, rows: Rows, origin: Origin) -> Order:
 
 # ---------------------------------------------------------------------------------------- calls
 class Train(msgspec.Struct, frozen=True, kw_only=True, tag="train"):
-    """`orders`: of each data-parallel rank; `trainer`: the section of this step, as JSON."""
+    """`order`: of the rank that is told; `trainer`: the section of this step, as JSON."""
 
-    orders: tuple[Order, ...]
+    order: Order
     seed: int
     trainer: str
     measure_drift: bool
+
+
+def trains(
+    cut: Sequence[Share],
+    rows: Rows,
+    origin: Origin,
+    *,
+    num_ranks: int,
+    seed: int,
+    settings: Trainer,
+    measure_drift: bool,
+) -> dict[int, Train]:
+    """What each rank but rank 0 is told of a step on `rows`. `cut`: its shares, each of which is
+    that of equally many neighbours."""
+    each, text = num_ranks // len(cut), settings.model_dump_json()
+    calls = {
+        k: Train(
+            order=order_of(cut[k], rows, origin),
+            seed=seed,
+            trainer=text,
+            measure_drift=measure_drift,
+        )
+        for k in {rank // each for rank in range(1, num_ranks)}
+    }
+    return {rank: calls[rank // each] for rank in range(1, num_ranks)}
 
 
 class Take(msgspec.Struct, frozen=True, tag="snapshot"):
@@ -229,6 +250,3 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
 
 Call = Train | Take | Digest | Capture | Load | Pretrained | Close
 """What rank 0 does and the others shall do with it."""
-
-Tell = Callable[[Call], None]
-"""Makes the other ranks do it."""

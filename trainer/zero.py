@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers.integrations import HfDeepSpeedConfig
 
 from connectors.config import Trainer
-from trainer.model_state import BUCKET
+from connectors.weights.layout import Digester
+from trainer.model_state import BUCKET, sizes
 
 
 def deepspeed_config(trainer: Trainer, dtype: str) -> dict[str, Any]:
@@ -56,9 +57,15 @@ def deepspeed_config(trainer: Trainer, dtype: str) -> dict[str, Any]:
     }
 
 
-def bound_buckets(config: dict[str, Any], num_trained: int) -> None:
-    """No bucket of gradients is larger than all of them: on CUDA it is there whole."""
-    config["zero_optimization"]["reduce_bucket_size"] = min(BUCKET, num_trained)
+def wrapped(policy: torch.nn.Module, config: dict[str, Any]) -> Any:
+    """DeepSpeed's engine of it, which trains the parameters that require a gradient."""
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    # No bucket of gradients is larger than all of them: on CUDA it is there whole.
+    config["zero_optimization"]["reduce_bucket_size"] = min(BUCKET, sizes(trained)[1])
+    engine, *_ = deepspeed.initialize(model=policy, model_parameters=trained, config=config)
+    engine.train()
+    engine._copy_recovery_script = lambda folder: None  # only our own code reads it back
+    return engine
 
 
 @contextmanager
@@ -81,8 +88,16 @@ def gathered(parameters: Sequence[Tensor]) -> AbstractContextManager[object]:
     return nullcontext()
 
 
+def master_digest(engine: Any, device: torch.device) -> str:
+    """Of this rank's part of the weights the optimizer steps on, from which DeepSpeed copies the
+    model's; computed on `device`."""
+    fold = Digester(torch.float32, device)
+    for part in master_weights(engine):
+        fold.update(part)
+    return fold.hex()
+
+
 def master_weights(engine: Any) -> list[Tensor]:
-    """What the optimizer steps on: this rank's part of it."""
     optimizer = engine.optimizer
     for name in ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition"):
         if hasattr(optimizer, name):
@@ -90,12 +105,16 @@ def master_weights(engine: Any) -> list[Tensor]:
     return [weights for group in optimizer.param_groups for weights in group["params"]]
 
 
-def clip_by(engine: Any, max_norm: float) -> None:
-    """Sets the largest norm of a gradient."""
+def step_by(engine: Any, trainer: Trainer) -> None:
+    """Sets what the optimizer steps by: a loaded checkpoint brings the settings of its time
+    along."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = trainer.learning_rate
+        group["weight_decay"] = trainer.weight_decay
     if hasattr(engine.optimizer, "clip_grad"):
-        engine.optimizer.clip_grad = max_norm
+        engine.optimizer.clip_grad = trainer.max_grad_norm
     else:  # float32 in stage 0: torch's optimizer itself
-        engine.clip_fp32_gradients = _clip(engine, max_norm)
+        engine.clip_fp32_gradients = _clip(engine, trainer.max_grad_norm)
 
 
 def _clip(engine: Any, max_norm: float) -> Callable[[], None]:

@@ -31,7 +31,7 @@ def steps(device: str, shape: str) -> Figures:
         stack.callback(engine.close)
         on_device = next(iter(engine.named_parameters()))[1].device.type
         require(on_device == device, f"the weights lie on {on_device}")
-        engine.save(kept)
+        engine.capture().write(kept)
         seconds, digests = [], [engine.digest()]
         for seed in range(NUM_STEPS):
             seconds.append(timed(device, lambda seed=seed: _train(engine, shape, seed)))  # type: ignore[misc]

@@ -10,7 +10,7 @@ import pytest
 
 from connectors.records import Group, Origin, Prompt, Segment, Trajectory, Version
 from trainer.ages import UNKNOWN
-from trainer.batches import BadTrajectory, flatten, minibatch_of
+from trainer.batches import flatten, lacks_behaviour, minibatch_of
 
 
 def trajectory(
@@ -75,43 +75,30 @@ def test_tokens_of_versions_without_weight_are_not_trained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    ("logprobs", "message"),
     [
-        (trajectory("a/7", [0, 1], reward=float("nan")), "a/7: its reward is nan"),
-        (trajectory("a/7", [0, 1], reward=float("-inf")), "a/7: its reward is -inf"),
-        (
-            trajectory("a/7", [0, 1, 1], logprobs=[0, -1, float("nan")]),
-            "a/7: token 2 is trained but its log-prob is nan",
-        ),
-        (
-            trajectory("a/7", [0, 1, 1], logprobs=[0, -3e38, -1]),
-            "a/7: token 1 is trained but its log-prob is -3",
-        ),
+        ([0, -1, float("nan")], "token 2 is trained but its log-prob is nan, which proximal 'x'"),
+        ([0, -3e38, -1], "token 1 is trained but its log-prob is -3"),
     ],
 )
-def test_a_trajectory_that_cannot_be_trained_is_named(bad: Trajectory, message: str) -> None:
-    found = Group(group_id="a", prompt=Prompt(task="t", prompt="?"), trajectories=(bad,))
-    with pytest.raises(BadTrajectory, match=message) as raised:
-        flatten([found], needs_behaviour="correction 'tis'")
-    assert raised.value.trajectory_id == "a/7"
+def test_a_trained_token_without_a_log_prob_of_its_own_is_named(
+    logprobs: Sequence[float], message: str
+) -> None:
+    lost = trajectory("a/7", [0, 1, 1], logprobs=logprobs)
+    assert (lacks_behaviour(lost, "proximal 'x'") or "").startswith(message)
+    whole = replace(lost, loss_mask=np.array([1, *(np.abs(logprobs[1:]) < 2)], np.int8))
+    assert lacks_behaviour(whole, "proximal 'x'") is None
 
 
-def test_text_and_lost_log_probs_are_trained_by_what_does_not_read_them() -> None:
-    lost = trajectory("a/0", [0, 1, 1], logprobs=[0, -1, float("nan")])
+def test_text_has_no_log_probs_whatever_it_says() -> None:
     text = replace(trajectory("a/1", [0, 1, 1]), behaviour="text")
-    for bad, message in (
-        (lost, "a/0: token 2 is trained but its log-prob is nan, which proximal 'x' needs"),
-        (text, "a/1: it is text, which no policy sampled, and proximal 'x' needs"),
-    ):
-        found = Group(group_id="a", prompt=Prompt(task="t", prompt="?"), trajectories=(bad,))
-        with pytest.raises(BadTrajectory, match=message):
-            flatten([found], needs_behaviour="proximal 'x'")
-        rows = flatten([found])
-        assert rows.masks[0].tolist() == [False, True, True]
-    assert np.isnan(rows.logprobs[0]).all()  # of the text, whatever it says of itself
-    nothing = replace(text, loss_mask=np.zeros(3, np.int8))
-    kept = Group(group_id="a", prompt=Prompt(task="t", prompt="?"), trajectories=(nothing,))
-    assert flatten([kept], needs_behaviour="proximal 'x'").num_trained == 0
+    assert lacks_behaviour(text, "loss 'x'") == (
+        "it is text, which no policy sampled, and loss 'x' needs the log-probs of one that did"
+    )
+    assert lacks_behaviour(replace(text, loss_mask=np.zeros(3, np.int8)), "loss 'x'") is None
+    rows = flatten([Group(group_id="a", prompt=Prompt(task="t", prompt="?"), trajectories=(text,))])
+    assert rows.masks[0].tolist() == [False, True, True]
+    assert np.isnan(rows.logprobs[0]).all()
 
 
 def test_each_token_has_the_age_of_its_version() -> None:

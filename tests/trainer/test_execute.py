@@ -1,5 +1,7 @@
 import math
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -17,10 +19,12 @@ from connectors.records import (
     decode_as,
     encode,
 )  # fmt: skip
+from tests.trainer.training import open_engine
 from trainer.aggregation import AGGREGATIONS
 from trainer.corrections import CORRECTIONS, LEVELS, PROXIMALS, REJECTIONS
 from trainer.estimators import ESTIMATORS
-from trainer.execute import recorded, settings, untrainable
+from trainer.execute import execute, recorded, settings, untrainable
+from trainer.packing import Assignment
 from trainer.regularisers import KLS
 from trainer.surrogates import LOSSES
 
@@ -91,6 +95,23 @@ def test_what_is_trainable_follows_the_estimator() -> None:
     assert untrainable(group(), Trainer(advantage="opo"), 5) == "it has no trajectories"
     below = untrainable(group(row(0), row(1, -1.0)), Trainer(advantage="maxrl"), 5)
     assert below == "maxrl needs rewards of at least 0"
+
+
+def test_an_assignment_of_other_rows_is_refused(tiny_model_path: Path) -> None:
+    two, one = group(row(0), row(1, 0.0)), Assignment(micro_batches=((0,),), ranks=(0,))
+    with (
+        closing(open_engine(tiny_model_path)) as engine,
+        pytest.raises(ValueError, match="do not cover the 2 trained rows once"),
+    ):
+        execute(engine, [two], Trainer(advantage="grpo"), seed=0, assignment=one)
+
+
+def test_text_is_trainable_by_what_reads_no_log_probs() -> None:
+    text = group(row(0), replace(row(1, 0.0), behaviour="text"))
+    why = untrainable(text, Trainer(advantage="grpo"), 5)
+    assert why is not None
+    assert why.startswith("p/0/3/1: it is text, which no policy sampled, and correction 'tis'")
+    assert untrainable(text, Trainer(advantage="grpo", correction="none"), 5) is None
 
 
 def test_a_manifest_s_settings_give_the_same_mathematics_back() -> None:

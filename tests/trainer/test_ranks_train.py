@@ -6,7 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -28,9 +28,9 @@ from trainer import gang, written_by
 from trainer.checkpoint import CheckpointStore
 from trainer.engine import TrainingEngine
 from trainer.execute import execute
-from trainer.gang import RankDied, RankZero
+from trainer.gang import RankDied
 from trainer.saving import Saver
-from trainer.shares import Train
+from trainer.shares import Call, Train
 
 T = TypeVar("T")
 Step = tuple[Sequence[Group], Sequence[Coordinate]]
@@ -84,7 +84,7 @@ def train(engine: TrainingEngine, settings: Config, steps: Sequence[Step]) -> li
 
 
 def other_rank(engine: TrainingEngine) -> int:
-    assert isinstance(engine, RankZero)
+    assert engine._gang is not None
     return engine._gang._ranks[1].process.pid
 
 
@@ -143,7 +143,7 @@ def test_ranks_resume_bit_for_bit_from_what_they_saved_beside_training(
 
 
 def test_a_rank_that_is_killed_within_a_step_is_what_the_step_fails_of(
-    cluster: Cluster, tiny_model_path: Path, tmp_path: Path
+    cluster: Cluster, tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(tiny_model_path)
     ((groups, records),) = written(cluster, num_steps=1)
@@ -151,15 +151,15 @@ def test_a_rank_that_is_killed_within_a_step_is_what_the_step_fails_of(
         pytest.raises(RankDied, match="rank 1 of the trainer was ended by SIGKILL"),
         gang.engine(settings, cluster, RunDir(tmp_path)) as engine,
     ):
-        tell = engine._told
-        assert tell is not None
+        assert engine._gang is not None
+        tell_each = engine._gang.tell_each
 
-        def tell_then_kill(call: Any) -> None:
-            tell(call)
-            if isinstance(call, Train):
+        def tell_then_kill(calls: Mapping[int, Call]) -> None:
+            tell_each(calls)
+            if isinstance(calls[1], Train):
                 os.kill(other_rank(engine), signal.SIGKILL)
 
-        engine._told = tell_then_kill
+        monkeypatch.setattr(engine._gang, "tell_each", tell_then_kill)
         execute(engine, groups, settings.trainer, 0, records=records)
 
 

@@ -153,7 +153,7 @@ class World:
             epoch=found.epoch,
             feed=found.state,
         )
-        self.store.save(found.step, self.engine.save, msgspec.json.encode(meta))
+        self.store.save(found.step, self.engine.capture().write, msgspec.json.encode(meta))
 
     def digests(self) -> list[str]:
         return [m.digest for m in self.steps.manifests()]

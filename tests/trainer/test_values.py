@@ -96,7 +96,7 @@ def test_a_run_recovered_from_a_checkpoint_goes_on_with_equal_values_and_weights
     engine: TrainingEngine, tiny_model_path: Path, tmp_path: Path
 ) -> None:
     train(engine, range(3))
-    engine.save(tmp_path)
+    engine.capture().write(tmp_path)
     start = engine.tracker
     done = train(engine, range(3, 6))
     digest, tracker = engine.digest(), engine.tracker
@@ -116,7 +116,7 @@ def test_a_run_recovered_from_a_checkpoint_goes_on_with_equal_values_and_weights
 
 
 def test_the_values_are_in_the_gradient(engine: TrainingEngine, tmp_path: Path) -> None:
-    engine.save(tmp_path)
+    engine.capture().write(tmp_path)
     groups = [asked(0, "p"), asked(1, "q")]
     digests = []
     for tracker in (TrackerState(), TrackerState(beliefs={"a/p": Belief(9.0, 1.0)})):
