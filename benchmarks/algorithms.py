@@ -43,7 +43,8 @@ from connectors.run_dir import RunDir
 from deploy.log import opened
 from deploy.run_folder import load_run
 from trainer.ages import Ages, recorded_ages
-from trainer.execute import execute, training_engine
+from trainer.engine import TrainingEngine
+from trainer.execute import execute
 from trainer.overdue import Weights, weights_of
 from trainer.reexecute import read_groups
 from trainer.step_log import chain, read_steps
@@ -151,7 +152,7 @@ def measure(config: Config, steps: Sequence[Recorded], trainer: Trainer) -> Outc
     """Trains `steps` from the initial model, in an engine of its own."""
     metrics, skipped, seconds = [], [], []
     is_finite = True
-    with closing(training_engine(config.model_copy(update={"trainer": trainer}))) as engine:
+    with closing(TrainingEngine.of(config.model_copy(update={"trainer": trainer}))) as engine:
         before = engine.digest()
         for step in steps:
             started = time.process_time()

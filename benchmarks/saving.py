@@ -46,7 +46,6 @@ from tests.small_run import SmallRun
 from tests.trainer.training import train
 from trainer.checkpoint import CheckpointStore, run_store
 from trainer.engine import TrainingEngine
-from trainer.execute import training_engine
 from trainer.recovery import recover
 from trainer.saving import Saver
 from trainer.step_log import StepLog
@@ -121,7 +120,7 @@ def recover_here(run: str) -> dict[str, Any]:
     run_dir = RunDir(run)
     config = load_run(run_dir)
     with opened(config, run_dir) as cluster:
-        engine = training_engine(config)
+        engine = TrainingEngine.of(config)
         stands = time.time()
         again: list[Manifest] = []
         loaded_at = stands

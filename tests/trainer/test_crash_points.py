@@ -22,7 +22,7 @@ from tests.connectors.engine_process import EngineProcess
 from tests.trainer.crashing import CrashingRun
 from trainer.checkpoint import CheckpointStore
 from trainer.checkpoint_meta import CheckpointMeta
-from trainer.execute import training_engine
+from trainer.engine import TrainingEngine
 from trainer.reexecute import reexecute
 
 WAIT_S = 120.0
@@ -73,7 +73,7 @@ def test_whatever_the_trainer_did_last_the_next_one_comes_to_the_same_and_trains
     assert max(m.staleness["max"] for m in chain.manifests) <= 1
     held = state_of(engine)
     assert (held.version, held.digest) == (Version(0, last), chain.manifests[-1].digest)
-    with closing(training_engine(run.config)) as fresh:
+    with closing(TrainingEngine.of(run.config)) as fresh:
         again = reexecute(run.config, run.cluster, fresh, chain.manifests, {})
         assert len(deque(again)) == last
 
