@@ -379,6 +379,9 @@ class TrainingEngine:
         return {
             **running(),
             "zero_stage": str(self._trainer.zero_stage),
+            "offload": self._trainer.offload,
+            "sequence_parallel": str(self._trainer.sequence_parallel),
+            "lora": "none" if self._trainer.lora is None else str(self._trainer.lora),
             "dtype": str(self._dtype).removeprefix("torch."),
             "logprobs": fused.kernel_for(
                 self._device, entropy_gradient=self._trainer.entropy_coefficient > 0

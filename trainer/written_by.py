@@ -1,5 +1,5 @@
-"""What a checkpoint's files are cut for: DeepSpeed's are of one number of ranks and one ZeRO stage,
-and it finds out late, on some rank, with words of its own."""
+"""What a checkpoint's files are cut for: DeepSpeed's are of one number of ranks, one ZeRO stage and
+one set of trained weights, and it finds out late, on some rank, with words of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from trainer.state_copy import StateCopy
 
 _FILE: Final = "ranks.json"
 _KEYS: Final = {
-    "ranks": "trainer.num_ranks", "zero_stage": "trainer.zero_stage", "dtype": "model.dtype"
+    "ranks": "trainer.num_ranks", "zero_stage": "trainer.zero_stage", "dtype": "model.dtype",
+    "lora": "trainer.lora",
 }  # fmt: skip
 """Of an engine's environment, and what sets them."""
 
@@ -31,7 +32,8 @@ def check(state: Path, environment: Mapping[str, str], step: int) -> None:
     if not (state / _FILE).exists():
         return
     written = msgspec.json.decode((state / _FILE).read_bytes(), type=dict[str, str])
-    differ = [key for key in _KEYS if written[key] != environment[key]]
+    # Checkpoints of earlier versions do not say everything.
+    differ = [key for key in _KEYS if key in written and written[key] != environment[key]]
     if differ:
         then, now = (
             ", ".join(f"{_KEYS[key]} = {of[key]}" for key in differ)

@@ -66,7 +66,7 @@ def run(num_ranks: int, jobs: Sequence[Job]) -> list[list[dict[str, Any]]]:
 
 
 def do(job: Job, world: World) -> dict[str, Any]:
-    """The steps of one rank, and the digest after them."""
+    """The steps of one rank, the digest after them, and what its bits depend on."""
     settings = Trainer(num_ranks=world.num_ranks, **SETTINGS | job["settings"])
     model = Model(path=job["model"], dtype=job.get("dtype", "float32"))
     engine = TrainingEngine(job["model"], settings, model, TEMPERATURE, world=world)
@@ -92,10 +92,10 @@ def do(job: Job, world: World) -> dict[str, Any]:
         )
         if step == job.get("save_at"):
             engine.capture().write(folder / "state")
-    digest = engine.digest()
+    digest, environment = engine.digest(), engine.environment()
     engine.save_pretrained(folder / "model")
     engine.close()
-    return {"steps": done, "digest": digest}
+    return {"steps": done, "digest": digest, "environment": environment}
 
 
 def _step(engine: TrainingEngine, job: Job, step: int, rank: int) -> Any:

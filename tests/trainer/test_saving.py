@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from connectors.config import ConfigError
+from connectors.config.lora import Lora
 from connectors.kafka.client import Cluster
 from connectors.kafka.topics import ensure_topics
 from tests.trainer.training import open_engine, train
@@ -35,7 +36,7 @@ class Numbers:
         return captured
 
     def environment(self) -> dict[str, str]:
-        return {"ranks": "1", "zero_stage": "2", "dtype": "float32"}
+        return {"ranks": "1", "zero_stage": "2", "dtype": "float32", "lora": "none"}
 
 
 class Gate:
@@ -118,6 +119,17 @@ def test_a_checkpoint_of_other_ranks_or_stage_is_refused_in_words_of_the_configu
         "the checkpoint of step 7 was saved with trainer.num_ranks = 1, trainer.zero_stage = 2; "
         "this configuration says trainer.num_ranks = 4, trainer.zero_stage = 3"
     )
+    with pytest.raises(ConfigError, match=r"trainer\.lora = none; .* trainer\.lora = rank=4 "):
+        written_by.check(folder, here | {"lora": str(Lora(rank=4))}, 7)
+
+
+def test_what_a_checkpoint_of_an_earlier_version_does_not_say_is_not_compared(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "ranks.json").write_text('{"ranks": "1", "zero_stage": "2", "dtype": "float32"}')
+    written_by.check(tmp_path, Numbers().environment(), 7)
+    with pytest.raises(ConfigError, match="zero_stage"):
+        written_by.check(tmp_path, Numbers().environment() | {"zero_stage": "3"}, 7)
 
 
 def test_what_others_captured_is_written_with_it_and_waited_for(tmp_path: Path) -> None:

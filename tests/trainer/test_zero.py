@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from connectors.config import Trainer
 from tests.models import tiny_model
 from tests.trainer import ranks
 from tests.trainer.ranks import distance, weights_in
@@ -148,8 +149,10 @@ def test_what_saves_memory_or_spreads_work_changes_no_number(model: Path, tmp_pa
         job(model, tmp_path / name, settings=settings, last=3)
         for name, settings in VARIANTS.items()
     ]
-    ranks.run(2, jobs)
-    for one in jobs:
+    for one, (said, _) in zip(jobs, ranks.run(2, jobs), strict=True):
+        settings = Trainer(num_ranks=2, **one["settings"])
+        for key in ("zero_stage", "offload", "sequence_parallel"):  # they do change bits
+            assert said["environment"][key] == str(getattr(settings, key)), one["settings"]
         plain = {
             key: value
             for key, value in one["settings"].items()
