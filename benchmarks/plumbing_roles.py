@@ -176,7 +176,9 @@ class StillEngine:
     def save_pretrained(self, folder: Path) -> None: ...
 
     def environment(self) -> dict[str, str]:
-        return {"device": "none", "ranks": "1", "zero_stage": "1", "dtype": "float32"}
+        return {
+            "device": "none", "ranks": "1", "zero_stage": "1", "dtype": "float32", "lora": "none",
+        }  # fmt: skip
 
     def check(self) -> None: ...
     def close(self) -> None: ...
