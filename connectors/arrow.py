@@ -58,6 +58,8 @@ SCHEMA: Final = pa.schema(
 )
 _ARRAYS: Final = ("tokens", "loss_mask", "logprobs")
 """Columns of numbers a token. What the others hold becomes Python objects."""
+_PLAIN: Final = pa.struct([field for field in SCHEMA if field.name not in _ARRAYS])
+_INT32, _INT8, _FLOAT32 = pa.int32(), pa.int8(), pa.float32()
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -111,29 +113,19 @@ def encode_group(group: Group) -> bytes:
     rows = group.trajectories
     if not rows:
         raise ValueError(f"{group.group_id}: a group without trajectories has no record")
-    arrays: dict[str, pa.Array] = {
-        "tokens": _lists([t.tokens for t in rows], pa.int32()),
-        "loss_mask": _lists([t.loss_mask for t in rows], pa.int8()),
-        "logprobs": _lists([t.logprobs for t in rows], pa.float32()),
+    offsets = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([len(t.tokens) for t in rows], out=offsets[1:])
+    starts = pa.array(offsets)
+    arrays = {
+        "tokens": _lists(starts, [t.tokens for t in rows], _INT32),
+        "loss_mask": _lists(starts, [t.loss_mask for t in rows], _INT8),
+        "logprobs": _lists(starts, [t.logprobs for t in rows], _FLOAT32),
     }
-    for name in ("trajectory_id", "group_id", "task", "source", "behaviour", "reward", "turns",
-                 "finish_reason", "created_at", "finished_at"):  # fmt: skip
-        arrays[name] = pa.array([getattr(t, name) for t in rows], type=SCHEMA.field(name).type)
-    arrays["segments"] = pa.array(
-        [[msgspec.structs.asdict(s) for s in t.segments] for t in rows],
-        SCHEMA.field("segments").type,
-    )
-    arrays["rewards"] = pa.array(
-        [[dict(zip(("token", "value", "name"), r, strict=True)) for r in t.rewards] for t in rows],
-        SCHEMA.field("rewards").type,
-    )
-    arrays["origin"] = pa.array([msgspec.structs.asdict(t.origin) for t in rows], _ORIGIN)
-    for name in ("reward_parts", "metadata"):
-        arrays[name] = pa.array(
-            [list(getattr(t, name).items()) for t in rows], SCHEMA.field(name).type
-        )
+    # In one call: each one costs more than what it converts.
+    plain = pa.array([_plain(t) for t in rows], _PLAIN)
+    arrays |= zip(_PLAIN.names, plain.flatten(), strict=True)
     schema = SCHEMA.with_metadata({"version": SCHEMA_VERSION, "prompt": encode(group.prompt)})
-    batch = pa.record_batch([arrays[n] for n in SCHEMA.names], schema=schema)
+    batch = pa.RecordBatch.from_arrays([arrays[n] for n in SCHEMA.names], schema=schema)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema) as writer:
         writer.write_batch(batch)
@@ -168,10 +160,36 @@ def num_sampled(data: bytes) -> int:
         return 0
 
 
-def _lists(arrays: Sequence[Any], kind: pa.DataType) -> pa.ListArray:
-    offsets = np.zeros(len(arrays) + 1, np.int32)
-    np.cumsum([len(a) for a in arrays], out=offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays), type=kind))
+def _plain(row: Trajectory) -> dict[str, Any]:
+    """What is not one of _ARRAYS, as pyarrow takes it."""
+    return {
+        "trajectory_id": row.trajectory_id,
+        "group_id": row.group_id,
+        "task": row.task,
+        "source": row.source,
+        "behaviour": row.behaviour,
+        "segments": [
+            {"start": s.start, "end": s.end, "incarnation": s.incarnation, "number": s.number}
+            for s in row.segments
+        ],
+        "reward": row.reward,
+        "rewards": [{"token": t, "value": value, "name": name} for t, value, name in row.rewards],
+        "reward_parts": list(row.reward_parts.items()),
+        "turns": row.turns,
+        "finish_reason": row.finish_reason,
+        "created_at": row.created_at,
+        "finished_at": row.finished_at,
+        "origin": {
+            "topic": row.origin.topic,
+            "partition": row.origin.partition,
+            "offset": row.origin.offset,
+        },
+        "metadata": list(row.metadata.items()),
+    }
+
+
+def _lists(starts: pa.Array, arrays: Sequence[Any], kind: pa.DataType) -> pa.ListArray:
+    return pa.ListArray.from_arrays(starts, pa.array(np.concatenate(arrays), kind))
 
 
 def _views(name: str, column: pa.ListArray) -> list[Any]:

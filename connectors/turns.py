@@ -31,5 +31,5 @@ def ends_of(masks: Iterable[NDArray[np.int8]]) -> list[tuple[int, int]]:
     for row, mask in enumerate(masks):
         last = np.asarray(mask) != 0
         last[:-1] &= ~last[1:]
-        found += [(row, token) for token in np.flatnonzero(last).tolist()]
+        found += [(row, token) for token in last.nonzero()[0].tolist()]
     return found

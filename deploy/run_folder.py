@@ -44,10 +44,13 @@ _FIXED: Final = (
     "model.path",
     "model.dtype",
     "trainer.groups_per_step",
+    "trainer.num_ranks",
+    "trainer.zero_stage",
     "sampling.temperature",  # of the behaviour log-probs in flight
 )
-"""The log's records, and the weights in the checkpoints, are only readable with these. So are the
-keys of `[staleness]`, by which granted groups were bounded, but for the time cap."""
+"""The log's records, and the checkpoints, are only readable with these and those of
+`[trainer.lora]`. So are the keys of `[staleness]`, by which granted groups were bounded, but for
+the time cap."""
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -254,12 +257,14 @@ def _changes(run_dir: RunDir, table: Mapping[str, Any], source: Source) -> tuple
     fixed = [
         f"{key}: cannot change from {_said(old)} to {_said(new)}"
         for key, old, new in differ
-        if key in _FIXED or (key.startswith("staleness.") and key != "staleness.time_cap_s")
+        if key in _FIXED
+        or key.startswith("trainer.lora")
+        or (key.startswith("staleness.") and key != "staleness.time_cap_s")
     ]
     if fixed:
         raise ConfigError(
-            f"{'; '.join(fixed)}: the log in {run_dir.path} depends on it (start another run with "
-            "it, in a folder of its own)"
+            f"{'; '.join(fixed)}: the log and the checkpoints in {run_dir.path} depend on it "
+            "(start another run with it, in a folder of its own)"
         )
     return tuple(
         f"{key}: changed" if key.endswith("sasl_password") else f"{key}: {old!r} -> {new!r}"

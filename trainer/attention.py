@@ -26,6 +26,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from connectors.config import ConfigError
 from trainer.packing import Pack
 from trainer.sequence_parallel import on_all_positions
 
@@ -96,14 +97,14 @@ def packed_attention(
     """As transformers calls it: `query` [1, H, P, D], `key` and `value` [1, K, P, D] -> output
     [1, P, H, D]. With `sliding_window` a token sees that many, itself among them.
 
-    ValueError for what would make it another attention than this (a mask, dropout, a soft cap,
+    ConfigError for what would make it another attention than this (a mask, dropout, a soft cap,
     sinks, whatever it does not know), and when the model did not hand the rows down."""
     name = type(module).__name__
     refused = _refused(module, {"attention_mask": attention_mask, **others})
     if refused:
-        raise ValueError(f"{name}: attention of packed rows knows no {', '.join(refused)}")
+        raise ConfigError(f"{name}: attention of packed rows knows no {', '.join(refused)}")
     if packed_rows is None:
-        raise ValueError(f"{name}: the model does not hand packed_rows down to its attention")
+        raise ConfigError(f"{name}: the model does not hand packed_rows down to its attention")
     rows = packed_rows
 
     def attend(query_PHD: Tensor, key_PKD: Tensor, value_PKD: Tensor) -> Tensor:

@@ -102,8 +102,8 @@ class TrainingEngine:
     ) -> None:
         """`gang`: of rank 0, the other ranks, which are to do what this one does; None for a rank
         alone, or where each has a caller. ConfigError for another number of ranks than the world
-        has, FileNotFoundError for a missing model folder, MemoryShort for what does not fit;
-        ValueError for a model whose head or attention cannot be reproduced."""
+        has or a model whose head or attention cannot be reproduced, FileNotFoundError for a missing
+        model folder, MemoryShort for what does not fit."""
         self.tracker = TrackerState()
         self._path, self._temperature = Path(model_path), temperature
         self._trainer, self._world, self._gang = trainer, world, gang

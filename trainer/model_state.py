@@ -4,8 +4,7 @@ Of N parameters in a dtype of b bytes, A of them trained, on R ranks, a rank hol
 
     stage   parameters   sum of gradients      optimizer: master weights and two moments, float32
     0       b N          4 A                   8 A  (the parameters are the master weights)
-    1       b N          4 A / R (float32)     12 A / R
-                         4 A     (bfloat16)
+    1       b N          4 A                   12 A / R
     2       b N          4 A / R               12 A / R
     3       b N / R      4 A / R               12 A / R
 
@@ -121,10 +120,10 @@ def model_state(
         add("gradients", 4 * own)
     if stage >= 2:
         bucket_when: When = "always" if stage == 3 or offloaded else "backward"
-        add("gradients on their way", bucket, when=bucket_when)
-        add("gradients on their way", size * min(num_trained, BUCKET), when="backward")
+        add("the bucket they are summed in", bucket, when=bucket_when)
+        add("gradients of a backward pass", size * min(num_trained, BUCKET), when="backward")
     elif dtype == "bfloat16" or offloaded:
-        add("gradients on their way", size * num_trained, when="backward")
+        add("gradients of a backward pass", size * num_trained, when="backward")
     if stage == 3:
         add("gathered parameters", size * min(num_parameters, LIVE), when="backward")
     if stage == 1 and not offloaded and dtype == "float32":

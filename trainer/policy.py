@@ -21,6 +21,7 @@ import transformers
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from connectors.config import ConfigError
 from trainer import attention
 from trainer.attention import PackedRows
 from trainer.batches import Rows
@@ -35,7 +36,7 @@ NO_DROPOUT: Final = ("dropout", "pdrop", "jitter_noise")
 class PolicyModel(torch.nn.Module):
     """A Hugging Face causal language model whose forward answers with log-probs of trained tokens.
 
-    `sequence_group`: ranks that run the same packs, each a slice of them. ValueError for a model
+    `sequence_group`: ranks that run the same packs, each a slice of them. ConfigError for a model
     whose attention cannot be replaced."""
 
     def __init__(
@@ -77,11 +78,11 @@ class PolicyModel(torch.nn.Module):
 
     @torch.no_grad()
     def check_head(self) -> None:
-        """ValueError if the model's logits are more than its output embedding times its last hidden
-        state (a bias, a soft cap, a scale): its log-probs would be wrong without a sound."""
+        """ConfigError if the model's logits are more than its output embedding times its last
+        hidden state (a bias, a soft cap, a scale): its log-probs would be wrong without a sound."""
         gap = self._gap(_rows(self._num_ids, (16,), shared=0))
         if not gap <= self._tolerance:
-            raise ValueError(
+            raise ConfigError(
                 f"{type(self.model).__name__}: log-probs computed from the output embedding differ "
                 f"from the model's own by {gap:.3g}; heads with a bias, scale or soft cap are not "
                 "supported"
@@ -89,12 +90,12 @@ class PolicyModel(torch.nn.Module):
 
     @torch.no_grad()
     def check_packing(self) -> None:
-        """ValueError if a row's log-probs depend on what it is packed with: the model carries state
-        from token to token by other ways than attention (a recurrence, a convolution), or builds
-        masks of its own."""
+        """ConfigError if a row's log-probs depend on what it is packed with: the model carries
+        state from token to token by other ways than attention (a recurrence, a convolution), or
+        builds masks of its own."""
         gap = self._gap(_rows(self._num_ids, (24, 9, 33, 40, 17), shared=16))
         if not gap <= self._tolerance:
-            raise ValueError(
+            raise ConfigError(
                 f"{type(self.model).__name__}: log-probs of packed rows differ from those of each "
                 f"row alone by {gap:.3g}; models in which tokens meet elsewhere than in attention "
                 "are not supported"
@@ -128,7 +129,7 @@ class PolicyModel(torch.nn.Module):
     def _attend_as(self, implementation: str) -> None:
         self.model.set_attn_implementation(implementation)
         if self.model.config._attn_implementation != implementation:
-            raise ValueError(
+            raise ConfigError(
                 f"{type(self.model).__name__}: its attention cannot be replaced; only models built "
                 "on transformers' attention interface are supported"
             )

@@ -105,6 +105,8 @@ def start_process_group(world: World = ALONE) -> None:
     # DeepSpeed would compile its shared-memory collectives for the CPU (40 s, and a compiler is
     # needed).
     __compatible_ops__["deepspeed_shm_comm"] = False
+    # DeepSpeed 0.19 calls what torch 2.13 has under other names.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if torch.cuda.is_available():
         torch.cuda.set_device(world.local_rank)
     if not dist.is_initialized():

@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
+from connectors.config import ConfigError
+
 
 def own_slice(values_P: Tensor, group: ProcessGroup) -> Tensor:
     """[S], this rank's; zeros stand beyond the end."""
@@ -52,14 +54,14 @@ def on_all_positions(
 ) -> Tensor:
     """The slice [S, H, D] of what `attend` gives for all P positions and this rank's share of the
     heads. Where the k ranks cannot share the key and value heads evenly, those are repeated.
-    ValueError when H is not a multiple of k."""
+    ConfigError when H is not a multiple of k."""
     from deepspeed.sequence.layer import DistributedAttention
 
     num_ranks, num_heads, num_kv = dist.get_world_size(group), query_SHD.shape[1], key_SKD.shape[1]
     if num_heads % num_ranks:
-        raise ValueError(
-            f"{num_heads} attention heads do not divide among {num_ranks} ranks "
-            "(trainer.sequence_parallel)"
+        raise ConfigError(
+            f"trainer.sequence_parallel: {num_heads} attention heads do not divide among "
+            f"{num_ranks} ranks"
         )
     repeats = lcm(num_kv, num_ranks) // num_kv
     key_SKD, value_SKD = (part.repeat_interleave(repeats, 1) for part in (key_SKD, value_SKD))

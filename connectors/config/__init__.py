@@ -301,18 +301,24 @@ def _one_line(error: ValidationError) -> str:
         return f"unknown key {where}{_nearest(first['loc'])}{more}"
     if first["type"] == "missing":
         return f"{where} is required{more}"
-    rule = first["msg"].removeprefix("Value error, ")
-    rule = rule[:1].lower() + rule[1:]
+    rule = _rule([p["msg"] for p in problems if _place(p["loc"]) == _place(first["loc"])])
     if not where or ", got " in rule or first["loc"][-1] == "sasl_password":
         return f"{where and where + ': '}{rule}{more}"
     return f"{where}: {rule}, got {first['input']!r}{more}"
+
+
+def _rule(messages: Sequence[str]) -> str:
+    """Of a key that takes values of several kinds there is a message for each kind."""
+    rules = dict.fromkeys(m.removeprefix("Value error, ") for m in messages)
+    first, *others = (rule[:1].lower() + rule[1:] for rule in rules)
+    return " or ".join([first, *(rule.removeprefix("input should be ") for rule in others)])
 
 
 def _place(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """Of a key that takes values of several kinds, without the kind that was tried."""
     last = str(location[-1]) if location else ""
     is_kind = last in ("int", "float", "str") or last.startswith(
-        ("literal[", "constrained-", "list[")
+        ("literal[", "constrained-", "list[", "tuple[")
     )
     return location[:-1] if is_kind else location
 
@@ -331,9 +337,21 @@ def _nearest(location: tuple[int | str, ...]) -> str:
             )
     if section is Trainer and (tables := _tables_with(str(location[-1]))):
         return f", is it of {' or '.join(tables)}?"
+    if tables := _sections_with(str(location[-1])):
+        return f", is it {' or '.join(tables)}?"
     known = [k for k in getattr(section, "model_fields", {}) if k != "base_dir"]
     close = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.4)
     return f", did you mean {close[0]}?" if close else f"; known here: {', '.join(known)}"
+
+
+def _sections_with(key: str) -> list[str]:
+    """The keys of that name in the configuration's sections."""
+    sections = {name: field.annotation for name, field in Config.model_fields.items()}
+    return [
+        f"{name}.{key}"
+        for name, kind in sections.items()
+        if isinstance(kind, type) and issubclass(kind, Section) and key in kind.model_fields
+    ]
 
 
 def _tables_with(name: str) -> list[str]:

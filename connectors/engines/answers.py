@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isnan
 from typing import Any, Final
 
 import numpy as np
@@ -41,9 +42,12 @@ def _wrong_ids(done: Completion, state: EngineState) -> str | None:
     if min(done.token_ids) < 0 or max(done.token_ids) >= size:
         token = next(i for i in done.token_ids if not 0 <= i < size)
         return f"token id {token} is outside the vocabulary of {size}"
-    logprobs = np.array(done.logprobs)
-    wrong = np.flatnonzero(~((logprobs >= SMALLEST) & (logprobs <= LOGPROB_MARGIN)))  # NaN, too
-    return f"a log-prob is {done.logprobs[wrong[0]]}" if len(wrong) else None
+    lowest, highest, total = min(done.logprobs), max(done.logprobs), sum(done.logprobs)
+    if lowest >= SMALLEST and highest <= LOGPROB_MARGIN and not isnan(total):
+        return None
+    # Written so that NaN is wrong.
+    wrong = (p for p in done.logprobs if not SMALLEST <= p <= LOGPROB_MARGIN)
+    return next((f"a log-prob is {p}" for p in wrong), None)
 
 
 def _wrong_versions(

@@ -174,6 +174,15 @@ def config_file(tmp_path: Path, text: str) -> Path:
             "[tasks.b]\nreward = 'x'\ngroup_size = 99999999",
             "tasks.b.group_size: input should be less than or equal to 65536, got 99999999",
         ),
+        (
+            "[trainer]\nmax_tokens_per_microbatch = 0",
+            "max_tokens_per_microbatch: input should be 'auto' or greater than or equal to 1, got",
+        ),
+        (
+            "[trainer.lora]\ntargets = 'q_proj'",
+            "trainer.lora.targets: input should be 'all-linear' or a valid ",
+        ),
+        ("[trainer]\ndtype = 'bfloat16'", "unknown key trainer.dtype, is it model.dtype?"),
         ("[rollout]\noversample = 2", "rollout.oversample: only 0 is available yet, got 2"),
         (
             "[tasks.b]\nreward = 'x'\ngroup_size = 1",

@@ -114,12 +114,15 @@ def test_a_changed_key_is_taken_over_and_named(folder: Folder) -> None:
         "staleness.bound=3",
         "staleness.parameters.lookahead=1",
         "trainer.groups_per_step=2",
+        "trainer.num_ranks=2",
+        "trainer.zero_stage=2",
+        "trainer.lora.rank=4",
     ],
 )
 def test_a_key_the_log_depends_on_cannot_change(change: str, folder: Folder) -> None:
     prepare(folder.load(), folder.run_dir)
     before = folder.run_dir.config_file.read_bytes()
-    with pytest.raises(ConfigError, match=r"the log in .* depends on it"):
+    with pytest.raises(ConfigError, match=r"the log and the checkpoints in .* depend on it"):
         prepare(folder.load(change), folder.run_dir)
     assert folder.run_dir.config_file.read_bytes() == before
 
@@ -131,7 +134,7 @@ def test_every_key_that_cannot_change_is_named(folder: Folder) -> None:
         prepare(folder.load("staleness.bound=3", "trainer.num_steps=7"), folder.run_dir)
     assert str(refused.value).startswith(
         "staleness.at_deadline: cannot change from 'mask' to nothing; "
-        "staleness.bound: cannot change from 8 to 3: the log in "
+        "staleness.bound: cannot change from 8 to 3: the log and the checkpoints in "
     )
     assert "\n" not in str(refused.value)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from connectors.config import ConfigError
 from tests.trainer.packs import pack_of, rows_of
 from trainer import attention
 from trainer.attention import BAND, PackedRows, packed_attention
@@ -138,7 +139,7 @@ def test_no_tensor_grows_with_the_square_of_a_row(window: int | None) -> None:
 )
 def test_what_it_does_not_honour_is_refused(name: str, value: Any) -> None:
     wanted = {"attention_mask": None, "packed_rows": PackedRows.of(packed([3])), name: value}
-    with pytest.raises(ValueError, match=f"Layer: attention of packed rows knows no {name}"):
+    with pytest.raises(ConfigError, match=f"Layer: attention of packed rows knows no {name}"):
         packed_attention(Layer(), **inputs(3), **wanted)
 
 
@@ -155,10 +156,10 @@ def test_what_says_nothing_about_attention_is_let_pass() -> None:
 
 def test_a_layer_that_sees_both_ways_and_rows_that_never_came_are_refused() -> None:
     layer = Layer()
-    with pytest.raises(ValueError, match="Layer: the model does not hand packed_rows down"):
+    with pytest.raises(ConfigError, match="Layer: the model does not hand packed_rows down"):
         packed_attention(layer, **inputs(3), attention_mask=None)
     layer.is_causal = False
-    with pytest.raises(ValueError, match="knows no is_causal=False"):
+    with pytest.raises(ConfigError, match="knows no is_causal=False"):
         packed_attention(
             layer, **inputs(3), attention_mask=None, packed_rows=PackedRows.of(packed([3]))
         )

@@ -27,6 +27,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from connectors.config import ConfigError
 from tests.models import tiny_model
 from tests.trainer.packs import pack_of, rows_of
 from trainer.batches import Rows
@@ -179,7 +180,7 @@ def test_a_head_that_is_more_than_its_embedding_is_refused(change: str) -> None:
         head.bias = torch.nn.Parameter(torch.randn(NUM_IDS))
     else:
         head.register_forward_hook(lambda module, args, out: 5 * torch.tanh(out / 5))
-    with pytest.raises(ValueError, match=r"Qwen2ForCausalLM: .* output embedding differ"):
+    with pytest.raises(ConfigError, match=r"Qwen2ForCausalLM: .* output embedding differ"):
         policy.check_head()
 
 
@@ -202,7 +203,7 @@ def test_a_head_that_is_more_than_its_embedding_is_refused(change: str) -> None:
 def test_a_model_whose_tokens_meet_outside_attention_is_refused(config: PreTrainedConfig) -> None:
     policy = PolicyModel(built(config), 1.0)
     policy.check_head()
-    with pytest.raises(ValueError, match=r"ForCausalLM: log-probs of packed rows differ .* by \d"):
+    with pytest.raises(ConfigError, match=r"ForCausalLM: log-probs of packed rows differ .* by \d"):
         policy.check_packing()
 
 
@@ -219,7 +220,7 @@ def test_a_model_whose_tokens_meet_outside_attention_is_refused(config: PreTrain
     ids=["soft cap", "sinks", "its own"],
 )
 def test_other_attention_is_refused(config: PreTrainedConfig, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         PolicyModel(built(config), 1.0).check_head()
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig
 
+from connectors.config import ConfigError
 from tests.trainer.packs import pack_of, rows_of
 from tests.trainer.test_policy import NUM_IDS, QWEN2, SMALL, Result, assert_same, built, result
 from trainer.batches import Rows
@@ -78,7 +79,7 @@ def _rank(rank: int, folder: str, port: int) -> None:
     odd = LlamaConfig(
         **SMALL | {"hidden_size": 48, "num_key_value_heads": 1, "num_attention_heads": 3}
     )
-    with pytest.raises(ValueError, match="3 attention heads do not divide among 2 ranks"):
+    with pytest.raises(ConfigError, match="3 attention heads do not divide among 2 ranks"):
         PolicyModel(built(odd), 1.0, group)(CASES["a sliding window"][1])
     torch.distributed.destroy_process_group()
 
