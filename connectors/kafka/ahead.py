@@ -13,7 +13,7 @@ from typing import Final
 
 from connectors.kafka.client import Reader, Record
 
-POLL_S: Final = 0.2
+POLL_S: Final = 0.5
 """Longest wait for the broker, which ends it: how long a closed one may live on."""
 MAX_AHEAD_BYTES: Final = 8 << 20
 """Once so many are ahead, no more are asked for."""
