@@ -22,13 +22,17 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from bytewax.operators import StatefulBatchLogic
 
 from connectors.kafka.orders import Orders
-from connectors.kafka.source import POLL_S, STOP, Item, StopFlag
+from connectors.kafka.source import STOP, Item, StopFlag
 from connectors.records import Cancel, Origin, Version
+
+DRAIN_S: Final = 0.05
+"""Between two looks at what has ended: what ends in it is written, and read, together, and each
+write and read costs more than a record."""
 
 X = TypeVar("X")
 InFlight = tuple[int, int, tuple[int, int] | None] | tuple[int, int, tuple[int, int] | None, str]
@@ -81,7 +85,7 @@ class AsyncWork(Generic[X]):
         self,
         work: Callable[[Item], Awaitable[Sequence[X]]],
         refetch: Callable[[int, int], Item],
-        poll_s: float = POLL_S,
+        poll_s: float = DRAIN_S,
         *,
         stop: StopFlag = STOP,
     ) -> None:
