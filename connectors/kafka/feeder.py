@@ -29,7 +29,7 @@ HEADER_FEED = "feed"
 HEADER_USED = "feed-used"
 """JSON {task: lines used}, this record included."""
 FLUSH_RECORDS = 256
-LOOK_S = 0.1
+LOOK_S = 0.25
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples are spread evenly
 
 _log = logging.getLogger(__name__)
