@@ -160,10 +160,9 @@ class Rewards:
     ) -> list[Trajectory]:
         if all(math.isfinite(row.reward) for row in rows):
             return rows
-        last = max(range(len(rows)), key=lambda at: rows[at].finished_at)
+        last = max(rows, key=lambda row: row.finished_at)
         ends = ends_of(row.loss_mask for row in rows)
-        end = next((token for at, token in reversed(ends) if at == last), -1)
-        sample = self.decoded(rows[last], prompt, end, len(ends))
+        sample = self.decoded(last, prompt, len(ends))
         for attempt in range(task.retries + 1):
             if attempt:
                 await asyncio.sleep(RETRY_PAUSE_S * 2 ** (attempt - 1))
@@ -176,7 +175,7 @@ class Rewards:
                 failure = _Unscored("reward_timeout", str(error))
             except (Exception, SystemExit) as error:  # foreign code: it raises anything
                 failure = _Unscored("reward_failed", said(error))
-        raise _Unscored(failure.reason, f"{sample.trajectory.trajectory_id}: {failure}")
+        raise _Unscored(failure.reason, f"{last.trajectory_id}: {failure}")
 
     async def _score(self, task: RewardTask, sample: Scored, prompt: Prompt) -> Any:
         if task.score in BUILT_IN.values():
@@ -185,10 +184,9 @@ class Rewards:
             partial(task.score, sample, prompt), timeout_s=task.timeout_s
         )
 
-    def decoded(self, row: Trajectory, prompt: Prompt, end: int, turns: int = 1) -> Scored:
-        """What a scorer is shown of `row`, of a sample of so many turns; `end` is the last turn's
-        last token, -1 where there is none."""
-        text = self._text.decode(_last_turn(row, end))
+    def decoded(self, row: Trajectory, prompt: Prompt, turns: int = 1) -> Scored:
+        """What a scorer is shown of `row`, of a sample of so many turns."""
+        text = self._text.decode(_last_turn(row))
         said = row.metadata.get(TRANSCRIPT)
         after = msgspec.json.decode(said) if said else [{"role": "assistant", "content": text}]
         asked = prompt.messages or [{"role": "user", "content": prompt.prompt or ""}]
@@ -220,10 +218,12 @@ def _without_branch(row: Trajectory) -> str:
     return row.trajectory_id.removesuffix(f"/{branch}") if branch else row.trajectory_id
 
 
-def _last_turn(row: Trajectory, end: int) -> NDArray[np.int32]:
-    """Ids of the stretch of generated tokens that ends with token `end`."""
-    (before,) = (row.loss_mask[: end + 1] == 0).nonzero()
-    return row.tokens[before[-1] + 1 if len(before) else 0 : end + 1]
+def _last_turn(row: Trajectory) -> NDArray[np.int32]:
+    """Ids of the last stretch of generated tokens."""
+    ends = ends_of([row.loss_mask])
+    end = ends[-1][1] + 1 if ends else 0
+    (before,) = (row.loss_mask[:end] == 0).nonzero()
+    return row.tokens[before[-1] + 1 if len(before) else 0 : end]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
