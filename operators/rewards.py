@@ -27,6 +27,7 @@ from connectors.records import Closed, Group, Prompt, Trajectory
 from connectors.turns import ends_of
 from operators.branches import BRANCH, TRANSCRIPT
 from operators.llm import Text
+from operators.together import together
 from operators.user_code import TookTooLong, UserCode, clean, said
 
 T = TypeVar("T")
@@ -150,7 +151,7 @@ class Rewards:
             by_trajectory.setdefault(_without_branch(row), []).append(row)
         each = [self._rows(task, rows, group.prompt) for rows in by_trajectory.values()]
         try:
-            scored = await (_in_turn if task.score in BUILT_IN.values() else _together)(each)
+            scored = await (_in_turn if task.score in BUILT_IN.values() else together)(each)
         except _Unscored as end:
             return Closed.now(group.group_id, end.reason, str(end), group.task)
         return replace(group, trajectories=tuple(row for rows in scored for row in rows))
@@ -200,17 +201,6 @@ async def _in_turn(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     finally:
         for call in calls:
             call.close()
-
-
-async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The first that fails ends the others."""
-    tasks = [asyncio.create_task(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _without_branch(row: Trajectory) -> str:

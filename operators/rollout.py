@@ -38,6 +38,7 @@ from connectors.records import (
 from operators.agents import BUILT_IN, Agent, ContextFull, Outcome, Tools, single_turn
 from operators.branches import BRANCH, OWN_METADATA, TRANSCRIPT, Row, one_turn
 from operators.llm import EngineLLM, Requests, Session, Text, derive_seed
+from operators.together import together
 from operators.user_code import TookTooLong, UserCode, clean, said
 
 AGENT_RETRIES: Final = 2
@@ -236,15 +237,8 @@ class Rollout:
         """All rows of the group; the first failure ends the others."""
         if job.task.agent is single_turn:
             return await self._one_turn(job)
-        under_way = [
-            asyncio.create_task(self._trajectory(job, k)) for k in range(job.task.group_size)
-        ]
-        try:
-            return [row for rows in await asyncio.gather(*under_way) for row in rows]
-        finally:
-            for one in under_way:
-                one.cancel()
-            await asyncio.gather(*under_way, return_exceptions=True)
+        each = [self._trajectory(job, k) for k in range(job.task.group_size)]
+        return [row for rows in await together(each) for row in rows]
 
     async def _one_turn(self, job: _Job) -> list[Trajectory]:
         """What `single_turn` comes to for every trajectory: all of them ask the same, so they are

@@ -33,8 +33,7 @@ class ReadAhead:
         self._failure: Exception | None = None
         self._closed = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="read-ahead", daemon=True).start()
 
     def has(self, offset: int) -> bool:
         """Whether it is known what is at `offset`, the next one to be taken: `take` then gives it.
