@@ -169,7 +169,7 @@ class World:
         self.write(partition, closed.group_id, encode(closed), "closed")
 
     def limits(self) -> tuple[int, ...]:
-        self.announced += [a for _, a in self.tail.poll()]
+        self.announced += [a for _, a in self.tail.catch_up()]
         return self.announced[-1].limits if self.announced else (0,) * PARTITIONS
 
 
