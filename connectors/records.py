@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 REASONS: Final = (
     "reward_failed", "reward_nan", "reward_timeout", "agent_failed", "engine_failed", "stale",
     "filtered", "cancelled", "time_cap", "too_long", "too_large", "malformed", "unknown_task",
-    "no_record",
+    "no_record", "no_label", "nothing_to_train", "version_gone", "capped",
 )  # fmt: skip
 """Why a group ended without being trained (`Closed.reason`)."""
 MESSAGE_CHARS: Final = 2000
@@ -28,7 +28,7 @@ MESSAGE_CHARS: Final = 2000
 
 DEAD_LETTER_CODES: Final = (
     "not_json", "bad_prompt", "unknown_task", "too_long", "too_large", "corrupt_record",
-    "unknown_record",
+    "unknown_record", "bad_call", "bad_feedback",
 )  # fmt: skip
 """Why the original bytes of a record went to `dead-letters` (header `code`)."""
 

@@ -30,7 +30,7 @@ from connectors.engines.types import (
 )
 from connectors.records import Prompt, Version
 from operators.agents import ContextFull, Message
-from operators.branches import Conversation, End, Row
+from connectors.branches import Conversation, End, Row
 
 T = TypeVar("T")
 CANCEL_S: Final = 5.0

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from connectors.records import Closed, Group, Prompt, Trajectory
 from connectors.turns import ends_of
-from operators.branches import BRANCH, TRANSCRIPT
+from connectors.branches import BRANCH, TRANSCRIPT
 from operators.llm import Text
 from operators.together import together
 from operators.user_code import TookTooLong, UserCode, clean, said

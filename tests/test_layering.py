@@ -1,7 +1,7 @@
 """The layering, read from the source: who may import whom, and which file may import which library.
 
 connectors  nothing of ours
-operators   connectors.records, .parameters and .turns, engine types
+operators   connectors.records, .traffic, .branches, .parameters and .turns, engine types
 pipelines   connectors, operators
 trainer     connectors, operators.staleness and .tracker
 deploy      everything
@@ -24,9 +24,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "connectors": ("connectors",),
     "operators": (
         "operators",
+        "connectors.branches",
         "connectors.engines.types",
         "connectors.parameters",
         "connectors.records",
+        "connectors.traffic",
         "connectors.turns",
     ),
     "pipelines": ("pipelines", "connectors", "operators"),

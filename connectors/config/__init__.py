@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_va
 
 from connectors.algorithms import ESTIMATORS, LOSSES, estimator
 from connectors.config.log import Broker, Kafka, KafkaSecurity
+from connectors.config.nearline import Gateway, Nearline, TaskFeedback
 from connectors.config.section import MOST_STEPS, MOST_TOKENS, YEAR_S, ConfigError, Section
 from connectors.config.trainer import Overlong, Source, Trainer
 
@@ -25,9 +26,11 @@ __all__ = [
     "ConfigError",
     "EngineSection",
     "Eval",
+    "Gateway",
     "Kafka",
     "KafkaSecurity",
     "Model",
+    "Nearline",
     "Overlong",
     "Rollout",
     "Run",
@@ -36,6 +39,7 @@ __all__ = [
     "Source",
     "Staleness",
     "Task",
+    "TaskFeedback",
     "Trainer",
     "load",
     "parse",
@@ -94,7 +98,8 @@ class Task(Section):
     agent: str = "single_turn"
     """`single_turn`, `tool_loop`, or the user's own `module:function` or `file.py:function`."""
     reward: str
-    """`exact_match`, `numeric_match`, `reasoning-gym`, `module:function` or `file.py:function`."""
+    """`exact_match`, `numeric_match`, `reasoning-gym`, `module:function` or `file.py:function`;
+    `feedback`: of live traffic, what was said about it."""
     group_size: int = Field(8, ge=1, le=65_536)
     reward_timeout_s: float = Field(30.0, gt=0, le=YEAR_S)
     reward_retries: int = Field(2, ge=0, le=1000)
@@ -105,6 +110,8 @@ class Task(Section):
     eval_prompts: str | None = None
     share: float = Field(1.0, gt=0)
     """Weight of this task among those with `prompts`."""
+    feedback: TaskFeedback = TaskFeedback()
+    """How live traffic of this task gets its label, where `reward` is `feedback`."""
 
 
 class Staleness(Section):
@@ -181,6 +188,10 @@ class Config(Section):
     trainer: Trainer = Trainer()
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
+    gateway: Gateway | None = None
+    """An OpenAI-compatible server in front of the engines, which records what it serves."""
+    nearline: Nearline | None = None
+    """Live traffic becomes training data."""
 
     base_dir: str = Field("", exclude=True)
     """Folder of the file: relative paths in it start there. Set by `load`, no key of the file."""
@@ -216,6 +227,12 @@ class Config(Section):
                 "(DeepSpeed would add gradients up in it); from 1 on they are added up in float32"
             )
         chosen = estimator(self.trainer.advantage, self.trainer.advantage_parameters)
+        if self.nearline is not None and chosen.needs_group:
+            raise ValueError(
+                f"trainer.advantage: {self.trainer.advantage} compares the trajectories of a group, "
+                "and live traffic has one a prompt: with [nearline] take spo, or one that compares "
+                "over the step (opo, gpg, reinforce++, reinforce++-baseline)"
+            )
         for name, task in self.tasks.items():
             if chosen.needs_group and task.group_size < 2:
                 raise ValueError(

@@ -12,7 +12,10 @@ from connectors.run_dir import RunDir
 
 def topics(partitions: int) -> dict[str, int]:
     """Every topic of a run (without namespace) and its partition count."""
-    many = ("prompts", "rollouts", "trajectories", "dead-letters", "evaluations")
+    many = (
+        "prompts", "rollouts", "trajectories", "dead-letters", "evaluations",
+        "agent-traffic", "feedback",
+    )  # fmt: skip
     return dict.fromkeys(many, partitions) | {"policy": 1, "steps": 1}
 
 
