@@ -229,8 +229,8 @@ class Config(Section):
         chosen = estimator(self.trainer.advantage, self.trainer.advantage_parameters)
         if self.nearline is not None and chosen.needs_group:
             raise ValueError(
-                f"trainer.advantage: {self.trainer.advantage} compares the trajectories of a group, "
-                "and live traffic has one a prompt: with [nearline] take spo, or one that compares "
+                f"trainer.advantage: {self.trainer.advantage} compares the trajectories of one "
+                "prompt, and live traffic has one each: with [nearline] take spo, or what compares "
                 "over the step (opo, gpg, reinforce++, reinforce++-baseline)"
             )
         for name, task in self.tasks.items():
