@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +29,25 @@ TRANSCRIPT: Final = OWN_METADATA + "messages"
 BRANCH: Final = OWN_METADATA + "branch"
 """Number of a row that is not the conversation's first branch."""
 
+# Of live traffic.
+SESSION: Final = OWN_METADATA + "session"
+CALLS: Final = OWN_METADATA + "calls"
+"""Ids, blank-separated: over a group's rows each of its calls once."""
+USER: Final = OWN_METADATA + "user"
+SERVED: Final = OWN_METADATA + "served"
+"""The newest version that wrote any of it."""
+LABEL: Final = OWN_METADATA + "label"
+"""`final` or `provisional`: what the reward is."""
+CORRECTS: Final = OWN_METADATA + "corrects"
+"""Of a correction: the id of the group whose label it moves."""
+BEFORE: Final = OWN_METADATA + "before"
+"""Of a correction: the label that group had until then, as Python writes it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One branch as arrays of T tokens; the fields are those of `Trajectory`."""
+    """One branch as arrays of T tokens; the fields are those of `Trajectory`. `requests`: what was
+    asked for each of its turns, as far as `Conversation.add` was told."""
 
     tokens: NDArray[np.int32]
     loss_mask: NDArray[np.int8]
@@ -41,6 +56,7 @@ class Row:
     turns: int
     finish_reason: FinishReason
     finished_at: float
+    requests: tuple[Any, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +72,7 @@ class End:
     order: int
     finish_reason: FinishReason
     finished_at: float
+    request: Any = None
     continued: bool = False
     text: str | None = None  # of all of it, once anybody asked
 
@@ -81,11 +98,15 @@ class Branch:
         self.segments += _moved(completion.segments, start)
 
 
+def _undecoded(ids: Sequence[int]) -> str:
+    raise RuntimeError("the conversation is of ids alone")
+
+
 class Conversation:
     """All branches of one trajectory, in the order they began. `decode` gives the text of ids as
-    they were sampled, special ones written out."""
+    they were sampled, special ones written out; without it nobody asks for texts."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str] = _undecoded) -> None:
         self._decode = decode
         self._branches: list[Branch] = []
         self._ends: list[End] = []
@@ -119,10 +140,13 @@ class Conversation:
         new_ids: Sequence[int],
         made: Completion,
         written: str | None = None,
+        *,
+        request: Any = None,
+        finished_at: float | None = None,
     ) -> End:
         """Records that `made` was sampled after `after`'s ids and `new_ids`, which the template
-        writes as `written`; None where their text is that of the ids. Only finished requests get
-        here, so one that failed leaves no trace."""
+        writes as `written`; None where their text is that of the ids. `request`: what the row of it
+        is to name. Only finished requests get here, so one that failed leaves no trace."""
         if after is not None and after.length == len(after.branch.ids):
             branch = after.branch
         else:
@@ -136,14 +160,14 @@ class Conversation:
         if after is not None:
             after.continued = True
         end = End(branch, after, start, len(branch.ids), written, len(self._ends),
-                  made.finish_reason, time.time())  # fmt: skip
+                  made.finish_reason, finished_at or time.time(), request)  # fmt: skip
         branch.ends.append(end)
         self._ends.append(end)
         return end
 
     def rows(self) -> list[Row]:
-        """One row a branch. Of turns sampled from equal input the one that was continued stays,
-        or the newest if none was: the others are retries nobody built on."""
+        """One row a branch. Of turns sampled from equal input those that were continued stay, or the
+        newest request's if none was: the others are retries nobody built on."""
         orphans = self._orphans()
         rows = []
         for branch in self._branches:
@@ -160,7 +184,8 @@ class Conversation:
             end
             for same in twins.values()
             for end in same
-            if not end.continued and (any(e.continued for e in same) or end is not same[-1])
+            if not end.continued
+            and (any(e.continued for e in same) or not _of_one_request(end, same[-1]))
         ]
 
 
@@ -182,6 +207,10 @@ def one_turn(prompt_ids: Sequence[int], made: Completion) -> Row:
     )
 
 
+def _of_one_request(a: End, b: End) -> bool:
+    return a is b or (a.request is not None and a.request == b.request)
+
+
 def _moved(segments: Sequence[Segment], by: int) -> tuple[Segment, ...]:
     return tuple(Segment(s.start + by, s.end + by, s.incarnation, s.number) for s in segments)
 
@@ -196,4 +225,5 @@ def _row(branch: Branch, ends: list[End]) -> Row:
         turns=len(ends),
         finish_reason=ends[-1].finish_reason,
         finished_at=ends[-1].finished_at,
+        requests=tuple(end.request for end in ends if end.request is not None),
     )
