@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isnan
 from typing import Any, Final
 
 import numpy as np
 
-from connectors.engines.types import Completion, EngineState, GenerateRequest
+from connectors.engines.told import Told
+from connectors.engines.types import Completion, EngineState, GenerateRequest, Part
 from connectors.records import Version
 
 LOGPROB_MARGIN: Final = 1e-3
@@ -32,7 +34,33 @@ def nonsense(
     return None
 
 
-def _wrong_ids(done: Completion, state: EngineState) -> str | None:
+def misfit(
+    part: Part, told: Sequence[Told], request: GenerateRequest, state: EngineState
+) -> str | None:
+    """Why `part` is not what an engine in `state` tells of `request` after `told`, one for each
+    sample; None when it is."""
+    if not 0 <= part.sample < len(told):
+        return f"a part of sample {part.sample} of {len(told)}"
+    if not part.token_ids:
+        return "a part without ids"
+    before, sampling = told[part.sample], request.sampling
+    why = _wrong_ids(part, state) or _wrong_versions(part, request, state, before.version)
+    if why is not None:
+        return why
+    inner = (*before.token_ids[-1:], *part.token_ids[:-1])
+    stop = next((i for i in inner if i in sampling.stop_ids), None)
+    if stop is not None:
+        return f"ids after {stop}, which is a stop id"
+    count, most = len(before) + len(part.token_ids), sampling.max_tokens
+    return f"{count} ids, asked for were at most {most}" if count > most else None
+
+
+def context_tokens(state: EngineState) -> int | None:
+    """Of the engine's context, if it tells."""
+    return _number(state, "context_tokens")
+
+
+def _wrong_ids(done: Completion | Part, state: EngineState) -> str | None:
     num_ids, num_logprobs = len(done.token_ids), len(done.logprobs)
     if num_ids != num_logprobs:
         return f"{num_ids} ids and {num_logprobs} log-probs"
@@ -51,10 +79,16 @@ def _wrong_ids(done: Completion, state: EngineState) -> str | None:
 
 
 def _wrong_versions(
-    done: Completion, request: GenerateRequest | None, state: EngineState
+    done: Completion | Part,
+    request: GenerateRequest | None,
+    state: EngineState,
+    before: Version | None = None,
 ) -> str | None:
+    """`before` wrote what came before."""
     end, least = 0, None if request is None else request.min_version
-    before: Version | None = None
+    most = None if request is None or before is not None else request.max_version
+    if most is not None and done.segments and (first := done.segments[0].version) > most:
+        return f"begun by version {first}, asked for was {most} or older"
     for segment in done.segments:
         version = segment.version
         if segment.start != end or segment.end <= segment.start:
@@ -88,7 +122,7 @@ def _wrong_end(done: Completion, request: GenerateRequest | None, state: EngineS
     if reason == "length":
         if ids[-1] in stop_ids:
             return f"ended by length, but {ids[-1]} is a stop id"
-        context = _number(state, "context_tokens")
+        context = context_tokens(state)
         whole = context is not None and len(request.token_ids) + len(ids) >= context
         if len(ids) < most and not whole:
             return f"ended by length after {len(ids)} of {most} ids, the context is {context}"

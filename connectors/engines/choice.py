@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from connectors.engines.types import GenerateRequest
 from connectors.records import Version
 
 
@@ -29,8 +30,14 @@ class Standing:
     num_others: int = 0
     doubted: float = float("-inf")
 
-    def can_start(self, least: Version | None) -> bool:
-        return self.version is not None and (least is None or self.version >= least)
+    def can_start(self, least: Version | None, most: Version | None = None) -> bool:
+        if self.version is None or self.is_past(most):
+            return False
+        return least is None or self.version >= least
+
+    def is_past(self, most: Version | None) -> bool:
+        """Whether it can start nothing any more that is to begin at `most` at the latest."""
+        return most is not None and self.version is not None and self.version > most
 
     def has_room(self, num_samples: int) -> bool:
         """One request is always let in: a limit must not hold a large one for ever."""
@@ -44,10 +51,11 @@ class Standing:
 S = TypeVar("S", bound=Standing)
 
 
-def able(least: Version | None, tried: Collection[str], engines: Sequence[S]) -> list[S]:
-    """The engines to go to, or to wait for: they can start a request of min_version `least`, and,
-    as long as one is left, did not fail it yet. None: it waits for a version, or for an engine."""
-    can = [e for e in engines if e.up and not e.leaving and e.can_start(least)]
+def able(request: GenerateRequest, tried: Collection[str], engines: Sequence[S]) -> list[S]:
+    """The engines to go to, or to wait for: they can start the request, and, as long as one is
+    left, did not fail it yet. None: it waits for a version, or for an engine."""
+    least, most = request.min_version, request.max_version
+    can = [e for e in engines if e.up and not e.leaving and e.can_start(least, most)]
     return [e for e in can if e.url not in tried] or can
 
 

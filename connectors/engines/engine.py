@@ -1,7 +1,7 @@
 """An engine: requests in, completions out, over a decoder whose weights change while it runs.
 
-    generate ─▶ queue (per sample) ─▶ decoder's batch ─▶ completion ─▶ kept for `attach`
-                  waits for: a place, a whole version, min_version
+    generate, stream ─▶ queue (per sample) ─▶ decoder's batch ─▶ completion ─▶ kept for `attach`
+                          waits for: a place, a whole version, min_version
 
 Everything here runs on one asyncio loop. A request whose client is gone goes on, since the client
 may attach again, for `orphan_s` at most.
@@ -12,18 +12,24 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
+from connectors.engines.following import follow
 from connectors.engines.host import this_host
 from connectors.engines.jobs import FinishedJobs, Job
 from connectors.engines.parts import Decoder, Weights
 from connectors.engines.sequence import Sequence
+from connectors.engines.told import part_from
 from connectors.engines.types import (
     Completion,
+    EngineError,
     EngineState,
     EngineUnavailable,
     GenerateRequest,
+    Part,
     RequestRefused,
+    VersionGone,
 )
 from connectors.records import FinishReason
 
@@ -75,10 +81,7 @@ class DecodingEngine:
     def close(self) -> None:
         """Requests that are still here end with EngineUnavailable."""
         for job in list(self._jobs.values()):
-            self._drop(job)
-            if not job.result.done():
-                job.result.set_exception(EngineUnavailable("the engine is stopping"))
-                job.result.exception()  # nobody may be waiting
+            self._fail(job, EngineUnavailable("the engine is stopping"))
 
     # ------------------------------------------------------------------------------ the protocol
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
@@ -86,6 +89,21 @@ class DecodingEngine:
         if isinstance(known, tuple):
             return known
         return await self._wait(known or self._begin(request))
+
+    async def stream(
+        self, request: GenerateRequest, told: Callable[[Part], Awaitable[None]]
+    ) -> tuple[Completion, ...]:
+        """Like `generate`, after `told` got all tokens, also of work that began before: in parts as
+        they come, each as large as what came while the one before was told."""
+        known = self._known(request)
+        if isinstance(known, tuple):
+            for sample, done in enumerate(known):
+                if (part := part_from(0, sample, done)) is not None:
+                    await told(part)
+            return known
+        job = known or self._begin(request)
+        with self._attended(job):
+            return await follow(job, told)
 
     async def attach(self, request_id: str) -> tuple[Completion, ...] | None:
         job = self._jobs.get(request_id)
@@ -198,10 +216,16 @@ class DecodingEngine:
         return min(sampling.max_tokens, context - len(prompt))
 
     async def _wait(self, job: Job) -> tuple[Completion, ...]:
-        job.num_waiters += 1
-        try:
+        with self._attended(job):
             # Shielded: one client that leaves must not end what others wait for.
             return await asyncio.shield(job.result)
+
+    @contextmanager
+    def _attended(self, job: Job) -> Iterator[None]:
+        """Somebody waits for the job inside; once nobody does, it lasts `orphan_s` more."""
+        job.num_waiters += 1
+        try:
+            yield
         finally:
             job.num_waiters -= 1
             if job.num_waiters == 0 and not job.result.done():
@@ -219,8 +243,11 @@ class DecodingEngine:
 
     def _admit(self) -> None:
         """Moves samples from the queue, oldest request first, into free places of the batch."""
-        for job in self._jobs.values():
-            if not job.waiting or not job.may_start_at(self._weights.version):
+        version = self._weights.version
+        for job in list(self._jobs.values()):
+            if job.waiting and job.is_past(version):
+                self._fail(job, VersionGone(f"holds {version}: {job.request.max_version} is past"))
+            if not job.waiting or not job.may_start_at(version):
                 continue
             while job.waiting:
                 if len(self._running) >= self._max_running:
@@ -253,6 +280,12 @@ class DecodingEngine:
             job.result.set_result(job.ordered())
             self._admit()
         return job.ordered()
+
+    def _fail(self, job: Job, error: EngineError) -> None:
+        self._drop(job)
+        if not job.result.done():
+            job.result.set_exception(error)
+            job.result.exception()  # nobody may be waiting
 
     def _drop(self, job: Job) -> None:
         """Takes the job's samples out of queue and batch."""

@@ -30,6 +30,11 @@ class Job:
         least = self.request.min_version
         return version is not None and (least is None or version >= least)
 
+    def is_past(self, version: Version | None) -> bool:
+        """Whether it could only have begun before."""
+        most = self.request.max_version
+        return version is not None and most is not None and version > most
+
     def complete(self, sample: int, completion: Completion) -> bool:
         """True when it was the last one."""
         self.completions[sample] = completion

@@ -1,7 +1,7 @@
 """Several engines, which come and go, as one that is always there.
 
     generate ─▶ waiting ──(an engine has room and can start it)──▶ at an engine ─▶ answered
-                  ▲  │                                               │  │
+    stream        ▲  │                                               │  │
                   │  └──(cancelled, its deadline passed)─▶ ended     │  └─(refused, third failure)─▶
                   └──────(the line broke, the engine failed)─────────┘      raised
 
@@ -15,34 +15,34 @@
 
 No engine reachable, a connection that breaks, an engine that is stopping are outages, however
 often. An answered failure counts: the third one is an EngineError. A refusal is raised at once.
-How engines are watched is in `members`, which one is taken in `choice`, how much each gets in
-`capacity`.
+What a stream has told stays told: from there each sample goes on as a request of its own.
+How a request gets there is in `sending` and `waiting`, how engines are watched in `members`, which
+one is taken in `choice`, how much each gets in `capacity`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
-from connectors.engines.client import STATE_S, Completions
+from connectors.engines.client import STATE_S, Completions, HttpEngine
+from connectors.engines.continuing import Rests, continued, ended
 from connectors.engines.members import SILENT_S, Member, Members
+from connectors.engines.sending import BrokeOff, Sending, left_s, until
+from connectors.engines.told import Told, part_from
 from connectors.engines.types import (
     Completion,
     EngineError,
     EngineState,
     EngineUnavailable,
     GenerateRequest,
-    RequestRefused,
+    Part,
 )
-from connectors.engines.waiting import Ticket, Waiting
-from connectors.records import Version
-
-MAX_FAILURES = 3
+from connectors.records import FinishReason, Version
 
 NOTHING = Completion(token_ids=(), logprobs=(), segments=(), finish_reason="cancelled")
 
@@ -64,28 +64,32 @@ class EnginePool:
             silent_s=silent_s,
             state_s=state_s,
         )
-        self._waiting = Waiting(self._members)
-        self._numbers = itertools.count()
-        self._tickets: dict[str, Ticket] = {}
+        self._sending = Sending(self._members)
+        self._waiting = self._sending.waiting
+        self._rests: dict[str, Rests] = {}
         self._attaching: dict[str, dict[asyncio.Task[Completions | None], Member]] = {}
 
     # ------------------------------------------------------------------------------ the protocol
     async def generate(self, request: GenerateRequest) -> Completions:
-        loop = asyncio.get_running_loop()
-        until = None if request.deadline_s is None else loop.time() + request.deadline_s
-        ticket = Ticket(next(self._numbers), request, until)
-        with self._members.calling():
-            self._tickets[request.request_id] = ticket
-            try:
-                while (member := await self._waiting.place(ticket)) is not None:
-                    done = await self._answer(ticket, member)
-                    if done is not None:
-                        return done
-                return (NOTHING,) * request.num_samples
-            finally:
-                self._waiting.leave(ticket)
-                if self._tickets.get(request.request_id) is ticket:
-                    del self._tickets[request.request_id]
+        return await self._sending.send(request, HttpEngine.generate, _nothing_told(request))
+
+    async def stream(self, request: GenerateRequest, told: Callable[[Part], None]) -> Completions:
+        """Like `generate`, after `told` got each of the tokens, in parts as they come. Log-probs
+        and versions are those of the engine that wrote the token."""
+        so_far, end = _nothing_told(request), until(request)
+
+        def tell(part: Part) -> None:
+            so_far[part.sample].add(part)
+            told(part)
+
+        try:
+            done = await self._sending.send(request, lambda e, asked: e.stream(asked, tell), so_far)
+        except BrokeOff as broke:
+            return await self._go_on(request, so_far, broke.state, left_s(end), told)
+        for k, sample in enumerate(so_far):  # work that was done when the line broke
+            if (part := part_from(len(sample), k, done[k])) is not None:
+                told(part)
+        return done
 
     async def attach(self, request_id: str) -> Completions | None:
         """From whichever reachable engine knows the request; None when none does."""
@@ -108,7 +112,13 @@ class EnginePool:
 
     async def cancel(self, request_id: str) -> Completions:
         """At the engine that has it, or, when this pool did not send it, at all of them."""
-        ticket = self._tickets.get(request_id)
+        if (rests := self._rests.get(request_id)) is not None:
+            rests.cancelled = True
+            await asyncio.gather(*map(self.cancel, rests.running))
+            ends = map(asyncio.shield, rests.tasks)
+            whole = await asyncio.gather(*ends, return_exceptions=True)
+            return tuple(done for done in whole if isinstance(done, Completion))
+        ticket = self._sending.tickets.get(request_id)
         has_it = None if ticket is None else ticket.member
         if ticket is not None:
             self._waiting.cancel(ticket)
@@ -130,7 +140,9 @@ class EnginePool:
     def held_up(self, request_id: str) -> bool:
         """Whether it rests after a failure, no engine can start it, or the engine that has it (that
         may have it, if it attaches) is down or holds no version."""
-        ticket = self._tickets.get(request_id)
+        if (rests := self._rests.get(request_id)) is not None:
+            return bool(rests.running) and all(map(self.held_up, rests.running))
+        ticket = self._sending.tickets.get(request_id)
         if ticket is not None:
             return self._waiting.held_up(ticket)
         asked = self._attaching.get(request_id, {})
@@ -142,9 +154,7 @@ class EnginePool:
         as one engine holds none. `info` says how many there are, how many requests of this pool
         wait for one, and how many samples it may have in flight at each. EngineUnavailable when
         none is reachable."""
-        with self._members.calling():
-            self._members.doubt(None)
-            members = await self._members.settled()
+        members = await self._seen_now()
         if not members:
             raise EngineUnavailable("no engine is reachable")
         states = [m.state for m in members if m.state is not None]
@@ -166,40 +176,57 @@ class EnginePool:
             },
         )
 
+    async def versions(self) -> list[Version]:
+        """That the reachable engines hold now, the oldest first."""
+        members = await self._seen_now()
+        return sorted({m.version for m in members if m.version is not None})
+
     async def close(self) -> None:
         await self._members.close()
 
-    async def _answer(self, ticket: Ticket, member: Member) -> Completions | None:
-        """The answer of the engine the ticket is at; None when it has to be placed again."""
-        request = ticket.request
-        if ticket.until is not None:
-            left_s = max(0.0, ticket.until - asyncio.get_running_loop().time())
-            request = msgspec.structs.replace(request, deadline_s=left_s)
-        try:
-            return await member.ask(member.engine.generate(request))
-        except RequestRefused:
-            raise
-        except EngineUnavailable:
-            self._members.broke(member)
-            done = await self._work_done(member, request)
-            if done is not None:
-                return done
-        except EngineError:
-            ticket.num_failures += 1
-            if ticket.num_failures == MAX_FAILURES:
-                raise
-        finally:
-            self._waiting.leave(ticket)
-        self._waiting.failed_at(ticket, member)
-        return None
+    async def _seen_now(self) -> list[Member]:
+        with self._members.calling():
+            self._members.doubt(None)
+            return await self._members.settled()
 
-    async def _work_done(self, member: Member, request: GenerateRequest) -> Completions | None:
-        """What the engine still holds of a request whose connection broke."""
-        with contextlib.suppress(EngineError):
-            await member.engine.state()
-            done = await member.ask(member.engine.attach(request.request_id))
-            return None if done is None else await member.engine.checked(done, request)
-        return None
+    async def _go_on(
+        self,
+        request: GenerateRequest,
+        so_far: list[Told],
+        state: EngineState | None,
+        rest_s: float | None,
+        told: Callable[[Part], None],
+    ) -> Completions:
+        """Ends a stream that broke off: each sample by itself, from what was told of it."""
+        rests = self._rests[request.request_id] = Rests()
+        try:
+            for k, sample in enumerate(so_far):
+                rest = continued(request, k, sample, rest_s)
+                end = self._rest(rest, k, sample, ended(sample, request, state), rests, told)
+                rests.tasks[asyncio.create_task(end)] = rest.request_id
+            return tuple(await asyncio.gather(*rests.tasks))
+        finally:
+            del self._rests[request.request_id]
+            await _end(list(rests.tasks))
+
+    async def _rest(
+        self,
+        rest: GenerateRequest,
+        k: int,
+        sample: Told,
+        reason: FinishReason | None,
+        rests: Rests,
+        told: Callable[[Part], None],
+    ) -> Completion:
+        if reason is not None or rests.cancelled:
+            return sample.completion(reason or "cancelled")
+        (tail,) = await self.stream(rest, lambda part: told(replace(part, sample=k)))
+        sample.add(tail)
+        return sample.completion(tail.finish_reason)
+
+
+def _nothing_told(request: GenerateRequest) -> list[Told]:
+    return [Told() for _ in range(request.num_samples)]
 
 
 async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:

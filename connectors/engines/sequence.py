@@ -3,10 +3,11 @@ with."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from connectors.engines.types import Completion, Sampling
+from connectors.engines.types import Completion, Part, Sampling
 from connectors.records import FinishReason, Segment, Version
 
 
@@ -14,7 +15,7 @@ from connectors.records import FinishReason, Segment, Version
 class Sequence:
     """One sample on its way. The decode thread appends, everyone else reads; `token_ids` grows
     last, so its length is how many tokens are complete. `closed` ends it: nothing is appended any
-    more."""
+    more. `listeners` are called after each token, by whoever appends it."""
 
     prompt_ids: tuple[int, ...]
     sampling: Sampling
@@ -25,6 +26,9 @@ class Sequence:
     versions: list[Version] = field(default_factory=list)
     closed: bool = False
     submission: str = ""
+    listeners: tuple[Callable[[], None], ...] = ()
+    num_final: int | None = None
+    """Tokens it was completed with: one that is appended at that moment may come too late."""
 
     @property
     def num_left(self) -> int:
@@ -41,12 +45,14 @@ class Sequence:
         self.versions.append(version)
         self.logprobs.append(logprob)
         self.token_ids.append(token_id)
+        for listener in self.listeners:
+            listener()
         return True
 
     def complete(self, reason: FinishReason | None = None) -> Completion:
         """Closes the sequence. Without a reason it ended by itself: stop id or length."""
         self.closed = True
-        count = len(self.token_ids)
+        count = self.num_final = len(self.token_ids)
         if reason is None:
             stopped = count > 0 and self.token_ids[-1] in self.sampling.stop_ids
             reason = "stop" if stopped else "length"
@@ -55,6 +61,19 @@ class Sequence:
             logprobs=tuple(self.logprobs[:count]),
             segments=run_lengths(self.versions[:count]),
             finish_reason=reason,
+        )
+
+    def part(self, sample: int, start: int) -> Part | None:
+        """The tokens from index `start` on, as those of sample number `sample`; None when there are
+        none yet."""
+        end = len(self.token_ids) if self.num_final is None else self.num_final
+        if start >= end:
+            return None
+        return Part(
+            sample=sample,
+            token_ids=tuple(self.token_ids[start:end]),
+            logprobs=tuple(self.logprobs[start:end]),
+            segments=run_lengths(self.versions[start:end]),
         )
 
 

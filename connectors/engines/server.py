@@ -1,17 +1,20 @@
 """An engine as a process: its HTTP interface and its role entry point.
 
     POST /generate   GenerateRequest -> [Completion]         GET /state    EngineState
-    POST /attach     {request_id}    -> [Completion] | null  GET /health   200 unless it is dying
-    POST /cancel     {request_id}    -> [Completion]         GET /metrics  Prometheus text
+    POST /stream     GenerateRequest -> lines, see below     GET /health   200 unless it is dying
+    POST /attach     {request_id}    -> [Completion] | null  GET /metrics  Prometheus text
+    POST /cancel     {request_id}    -> [Completion]
     POST /weights/join | update | load | relabel | fence     see connectors.weights.wire
 
-Errors are {error, kind}: 400 "refused" never succeeds, 500 "error" may be sent again, 503
-"unavailable" is no verdict on the request.
+A stream is JSON, a line a Part, as the tokens come; the last line is {"done": [Completion]}, or an
+error. Errors are {error, kind}: 400 "refused" never succeeds, 409 "version_gone" neither, 500
+"error" may be sent again, 503 "unavailable" is no verdict on the request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 from collections.abc import Awaitable, Callable
@@ -32,8 +35,9 @@ from connectors.engines.types import (
     EngineUnavailable,
     GenerateRequest,
     RequestRefused,
+    VersionGone,
 )
-from connectors.engines.wire import ErrorBody, RequestId, decoded
+from connectors.engines.wire import ErrorBody, Last, RequestId, decoded
 from connectors.run_dir import RunDir
 from connectors.weights import (
     FenceRequest,
@@ -48,6 +52,14 @@ log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
 CLOSE_S = 2.0  # how long requests get to write their last answer at the end
+
+ERRORS: dict[type[EngineError], tuple[str, int]] = {
+    VersionGone: ("version_gone", 409),
+    RequestRefused: ("refused", 400),
+    EngineUnavailable: ("unavailable", 503),
+    EngineError: ("error", 500),
+}
+"""The most particular first: kind and status."""
 
 B = TypeVar("B")
 Reply = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -86,6 +98,7 @@ class EngineServer:
         app.add_routes(
             [
                 web.post("/generate", self.generate),
+                web.post("/stream", self.stream),
                 web.post("/attach", self.attach),
                 web.post("/cancel", self.cancel),
                 web.get("/state", self.state),
@@ -102,6 +115,25 @@ class EngineServer:
 
     async def generate(self, request: web.Request) -> web.Response:
         return _json(await self._engine.generate(await _body(request, GenerateRequest)))
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        body = await _body(request, GenerateRequest)
+        lines = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+
+        async def write(line: object) -> None:
+            if not lines.prepared:  # until there is something to tell, an error is a status
+                await lines.prepare(request)
+            await lines.write(msgspec.json.encode(line) + b"\n")
+
+        with contextlib.suppress(ConnectionError):  # the client is gone, the work goes on
+            try:
+                last: Last | ErrorBody = Last(done=await self._engine.stream(body, write))
+            except EngineError as error:
+                if not lines.prepared:
+                    raise
+                last = _explained(error)[0]
+            await write(last)
+        return lines
 
     async def attach(self, request: web.Request) -> web.Response:
         body = await _body(request, RequestId)
@@ -154,12 +186,8 @@ def _json(value: object, status: int = 200) -> web.Response:
 async def _errors(request: web.Request, handler: Reply) -> web.StreamResponse:
     try:
         return await handler(request)
-    except RequestRefused as error:
-        return _json(ErrorBody(error=str(error), kind="refused"), 400)
-    except EngineUnavailable as error:
-        return _json(ErrorBody(error=str(error), kind="unavailable"), 503)
     except EngineError as error:
-        return _json(ErrorBody(error=str(error), kind="error"), 500)
+        return _json(*_explained(error))
     except WeightsError as error:
         return web.Response(body=error.body(), status=error.status, content_type="application/json")
     except web.HTTPException:
@@ -167,6 +195,12 @@ async def _errors(request: web.Request, handler: Reply) -> web.StreamResponse:
     except Exception as error:  # a fault of ours: whoever asked gets an answer it can read
         log.exception("%s failed", request.path)
         return _json(ErrorBody(error=f"{type(error).__name__}: {error}"), 500)
+
+
+def _explained(error: EngineError) -> tuple[ErrorBody, int]:
+    """What the client gets to read, and the status."""
+    kind, status = next(found for cause, found in ERRORS.items() if isinstance(error, cause))
+    return ErrorBody(error=str(error), kind=kind), status
 
 
 def serve_engine(config: Config, run_dir: RunDir, name: str, port: int = 0) -> None:

@@ -23,15 +23,16 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`request_id` includes a digest of the input ids, so a re-sent request attaches only to its
-    own work. Nothing is generated below `min_version`; after `deadline_s` the partials come back as
-    `cancelled`. Requests of one `session` share a prefix: they gain from the same engine's
-    cache."""
+    own work. Nothing is begun below `min_version`, which it waits for, or above `max_version`, once
+    passed it is VersionGone; after `deadline_s` the partials come back as `cancelled`. Requests of
+    one `session` share a prefix: they gain from the same engine's cache."""
 
     request_id: str
     token_ids: tuple[int, ...]
     num_samples: int = 1
     sampling: Sampling = Sampling()
     min_version: Version | None = None
+    max_version: Version | None = None
     deadline_s: float | None = None
     session: str = ""
 
@@ -45,6 +46,16 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[float, ...]
     segments: tuple[Segment, ...]
     finish_reason: FinishReason
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """The next tokens of one sample of a request, at least one; `segments` index into this part's
+    token_ids."""
+
+    sample: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    segments: tuple[Segment, ...]
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +80,10 @@ class EngineError(RuntimeError):
 
 class RequestRefused(EngineError):
     """The request itself can never succeed (too long, unknown sampling): do not retry."""
+
+
+class VersionGone(RequestRefused):
+    """All that could write it is newer than the request's `max_version`."""
 
 
 class EngineUnavailable(EngineError):

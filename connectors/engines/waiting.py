@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from connectors.engines.choice import able, best
 from connectors.engines.members import Member, Members
-from connectors.engines.types import GenerateRequest
+from connectors.engines.types import GenerateRequest, VersionGone
 from connectors.records import Version
 
 MAX_SESSIONS = 4096
@@ -84,7 +84,10 @@ class Waiting:
             if ticket.resting or ticket.placed.done():
                 continue
             request = ticket.request
-            wanted = able(request.min_version, ticket.tried, engines)
+            if self._is_gone(request.max_version):
+                ticket.placed.set_exception(VersionGone(f"{request.max_version} is held no more"))
+                continue
+            wanted = able(request, ticket.tried, engines)
             home = self._homes.get(request.session)
             member = best(wanted, home, request.num_samples, now)
             if member is None:
@@ -98,10 +101,10 @@ class Waiting:
     def held_up(self, ticket: Ticket) -> bool:
         """Whether it waits for an outage to end: of the engine it is at, or, at none, of every
         engine that could start it."""
-        least = ticket.request.min_version
-        if ticket.member is not None:
-            return not (ticket.member.up and ticket.member.can_start(least))
-        return ticket.resting or not able(least, ticket.tried, self._members.up)
+        request, member = ticket.request, ticket.member
+        if member is not None:
+            return not (member.up and member.can_start(request.min_version))
+        return ticket.resting or not able(request, ticket.tried, self._members.up)
 
     def leave(self, ticket: Ticket) -> None:
         """It is no more where it was sent to, if it was."""
@@ -127,6 +130,10 @@ class Waiting:
         for ticket in self._tickets:
             if not ticket.placed.done():
                 ticket.placed.set_exception(error)
+
+    def _is_gone(self, most: Version | None) -> bool:
+        """Whether every engine there is went past `most`."""
+        return bool(self._members.up) and all(e.is_past(most) for e in self._members.up)
 
     def _send(self, ticket: Ticket, member: Member) -> None:
         self._withdraw(ticket)

@@ -46,8 +46,9 @@ def says(value: object) -> Answer:
 
 
 class ScriptedEngine:
-    """Answers /generate with `script`, the last entry for ever, after `hold` is open; completions
-    carry `token_id`. `num_running` and `num_queued` are what it says beside what it was sent."""
+    """Answers /generate and /stream with `script`, the last entry for ever, after `hold` is open;
+    completions carry `token_id`. `num_running` and `num_queued` are what it says beside what it was
+    sent."""
 
     def __init__(self, *script: Answer, token_id: int = 7, version: int | None = 1) -> None:
         self.script = list(script) or [self.works]
@@ -142,6 +143,7 @@ async def serving(*engines: ScriptedEngine) -> AsyncIterator[None]:
             app.add_routes(
                 [
                     web.post("/generate", engine.generate),
+                    web.post("/stream", engine.generate),
                     web.post("/attach", engine.attach),
                     web.post("/cancel", engine.cancel),
                     web.get("/state", engine.state),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from connectors.engines.capacity import most_running, next_limit
 from connectors.engines.choice import Standing, able, best
-from connectors.engines.types import EngineState
+from connectors.engines.types import EngineState, GenerateRequest
 from connectors.records import Version
 
 FIRST = Version(0, 1)
@@ -137,12 +137,14 @@ engines = st.builds(
 several = st.lists(engines, max_size=6, unique_by=lambda e: e.url)
 
 
-@given(several, st.none() | versions, st.sets(st.sampled_from("abcdefgh")))
+@given(several, st.none() | versions, st.none() | versions, st.sets(st.sampled_from("abcdefgh")))
 def test_only_engines_that_are_there_and_can_start_the_request_are_waited_for(
-    there: list[Standing], least: Version | None, tried: set[str]
+    there: list[Standing], least: Version | None, most: Version | None, tried: set[str]
 ) -> None:
-    can = [e for e in there if e.up and not e.leaving and e.can_start(least)]
-    wanted = able(least, tried, there)
+    low, high = least or Version(0, 0), most or Version(9, 9)
+    can = [e for e in there if e.up and not e.leaving and e.version and low <= e.version <= high]
+    request = GenerateRequest(request_id="r", token_ids=(1,), min_version=least, max_version=most)
+    wanted = able(request, tried, there)
     assert set(wanted) <= set(can)
     assert bool(wanted) == bool(can)
     if {e.url for e in can} - tried:
