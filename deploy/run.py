@@ -1,6 +1,7 @@
 """`headwater run`: from a configuration to a run that goes on until its steps are done.
 
-    lock ▶ prepare the folder ▶ broker ▶ topics ▶ engines, dataflow, feeder, evaluate, trainer
+    lock ▶ prepare the folder ▶ broker ▶ topics
+         ▶ engines, gateway, dataflow, feeder, evaluate, trainer
          ▶ watch until N steps, Ctrl-C or a role that cannot start ▶ stop in order
 
 Whatever ends it, also kill -9, the next `run` in the same folder resumes from the log.
@@ -38,7 +39,9 @@ TICK_S: Final = 0.1
 SHOW_S: Final = 0.5
 EVALUATION_S: Final = 60.0
 """How long the end of a run waits for the evaluation of its last version."""
-_STOP_ORDER: Final = (("trainer",), ("evaluate", "feeder", "dataflow"), ("engine",))
+_STOP_ORDER: Final = (
+    ("trainer",), ("evaluate", "feeder", "gateway", "dataflow"), ("engine",),
+)  # fmt: skip
 
 
 def run(
@@ -89,6 +92,8 @@ def plan(config: Config, run_dir: RunDir, target: int) -> list[Gang]:
         gangs.append(Gang(name="broker", members=[member("broker")]))
     for name in (name for name in placed if name.startswith("engine")):
         gangs.append(Gang(name=name, members=[member("engine", "--name", name, name=name)]))
+    if config.gateway is not None:
+        gangs.append(Gang(name="gateway", members=[member("gateway")], stop_s=20.0))
     gangs.append(Gang(name="dataflow", members=[member("dataflow")], stop_s=20.0))
     if any(task.prompts for task in config.tasks.values()):
         gangs.append(Gang(name="feeder", members=[member("feeder")], may_finish=True))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any, Final, Protocol
 
 from connectors.engines.types import Completion
 from connectors.records import Prompt
+from connectors.tool_calls import marked
 
 
 class Message(dict[str, Any]):
@@ -36,15 +36,7 @@ class Message(dict[str, Any]):
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
         """The JSON objects between <tool_call> marks; those that are no JSON are left out."""
-        calls = []
-        for text in re.findall(r"<tool_call>(.*?)</tool_call>", self.content, re.DOTALL):
-            try:
-                call = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(call, dict):
-                calls.append(call)
-        return calls
+        return [found.call for found in marked(self.content)]
 
 
 class ContextFull(RuntimeError):

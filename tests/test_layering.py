@@ -1,7 +1,8 @@
 """The layering, read from the source: who may import whom, and which file may import which library.
 
 connectors  nothing of ours
-operators   connectors.records, .traffic, .branches, .parameters and .turns, engine types
+operators   connectors.records, .traffic, .tool_calls, .branches, .parameters and .turns, engine
+            types
 pipelines   connectors, operators
 trainer     connectors, operators.staleness and .tracker
 deploy      everything
@@ -28,6 +29,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "connectors.engines.types",
         "connectors.parameters",
         "connectors.records",
+        "connectors.tool_calls",
         "connectors.traffic",
         "connectors.turns",
     ),

@@ -25,7 +25,7 @@ Role = Callable[["Config", "RunDir", argparse.Namespace], None]
 
 
 def add(commands: Commands) -> None:
-    """Declares broker, engine, rollout, reward, dataflow, feeder, evaluate and trainer."""
+    """Declares broker, engine, gateway, rollout, reward, dataflow, feeder, evaluate and trainer."""
     for name, (role, summary) in _ROLES.items():
         parser = command(
             commands,
@@ -36,7 +36,7 @@ def add(commands: Commands) -> None:
         )
         add_config(parser)
         parser.add_argument("--supervisor", type=int, metavar="PID", help=argparse.SUPPRESS)
-        if name in ("broker", "engine"):
+        if name in ("broker", "engine", "gateway"):
             parser.add_argument("--port", type=int, help="port to serve on (default: a free one)")
         if name == "broker":
             parser.add_argument("--while-read", action="store_true", help=argparse.SUPPRESS)
@@ -70,6 +70,12 @@ def _engine(config: Config, run_dir: RunDir, arguments: argparse.Namespace) -> N
 
     gpus.claim("engine.num_gpus", config.engine.num_gpus)
     serve_engine(config, run_dir, arguments.name, port=arguments.port or 0)
+
+
+def _gateway(config: Config, run_dir: RunDir, arguments: argparse.Namespace) -> None:
+    from connectors.gateway.role import serve_gateway
+
+    serve_gateway(config, run_dir, port=arguments.port)
 
 
 def _dataflow(*stages: str) -> Role:
@@ -110,6 +116,7 @@ def _trainer(config: Config, run_dir: RunDir, arguments: argparse.Namespace) -> 
 _ROLES: dict[str, tuple[Role, str]] = {
     "broker": (_broker, "serves the Kafka protocol from the run's folder"),
     "engine": (_engine, "generates: token ids in; ids, log-probs and versions out"),
+    "gateway": (_gateway, "serves the model to applications, as OpenAI does, and records it"),
     "rollout": (_dataflow("rollout"), "turns granted prompts into groups of trajectories"),
     "reward": (_dataflow("reward"), "scores groups and filters them by version"),
     "dataflow": (_dataflow("rollout", "reward"), "rollout and reward in one job"),
