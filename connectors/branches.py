@@ -166,8 +166,8 @@ class Conversation:
         return end
 
     def rows(self) -> list[Row]:
-        """One row a branch. Of turns sampled from equal input those that were continued stay, or the
-        newest request's if none was: the others are retries nobody built on."""
+        """One row a branch. Of turns sampled from equal input those that were continued stay, or
+        those of the newest request: the others are retries nobody built on."""
         orphans = self._orphans()
         rows = []
         for branch in self._branches:

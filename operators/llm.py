@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from connectors.branches import Conversation, End, Row
 from connectors.engines.types import (
     Completion,
     Engine,
@@ -30,7 +31,6 @@ from connectors.engines.types import (
 )
 from connectors.records import Prompt, Version
 from operators.agents import ContextFull, Message
-from connectors.branches import Conversation, End, Row
 
 T = TypeVar("T")
 CANCEL_S: Final = 5.0

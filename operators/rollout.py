@@ -23,6 +23,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from connectors.branches import BRANCH, OWN_METADATA, TRANSCRIPT, Row, one_turn
 from connectors.engines.types import Engine, EngineError, Sampling
 from connectors.records import (
     REASONS,
@@ -36,7 +37,6 @@ from connectors.records import (
     decode_as,
 )
 from operators.agents import BUILT_IN, Agent, ContextFull, Outcome, Tools, single_turn
-from connectors.branches import BRANCH, OWN_METADATA, TRANSCRIPT, Row, one_turn
 from operators.llm import EngineLLM, Requests, Session, Text, derive_seed
 from operators.together import together
 from operators.user_code import TookTooLong, UserCode, clean, said

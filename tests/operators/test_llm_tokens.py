@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from connectors.branches import Row
 from connectors.engines.types import EngineError, Sampling
 from connectors.records import Version
 from connectors.text import Text
 from operators.agents import ContextFull, Message
-from connectors.branches import Row
 from operators.llm import EngineLLM, Session
 from tests.operators.engine_fake import END, START, FakeEngine, completion, in_turn, tokenizer
 
