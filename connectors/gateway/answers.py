@@ -97,6 +97,7 @@ class Answer:
     def end(self, error: Refused | None = None) -> None:
         self.ended_at, self.error = time.monotonic(), error
         self._wake()
+        self._pack()
 
     def message(self, number: int) -> dict[str, Any]:
         """As the client got it."""
@@ -139,6 +140,14 @@ class Answer:
         sample.logprobs.clear()
         self._wake()
 
+    def _pack(self) -> None:
+        """What is only kept for a client that asks again needs no pieces."""
+        if self.made and self.has_ended and not self._followers:
+            self._deltas = [
+                Delta(number, sample.spoken.shown, made.token_ids, made.logprobs)
+                for number, (sample, made) in enumerate(zip(self.samples, self.made, strict=True))
+            ]
+
     def _wake(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
@@ -180,6 +189,7 @@ class Answer:
             yield
         finally:
             self._followers.remove(is_gone)
+            self._pack()
 
     @property
     def is_followed(self) -> bool:

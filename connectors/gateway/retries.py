@@ -21,7 +21,8 @@ from typing import Final
 from connectors.gateway.answers import Answer
 from connectors.gateway.errors import invalid
 
-MAX_KEPT: Final = 16_384
+MAX_KEPT: Final = 4096
+"""Answers; the oldest go first."""
 
 Known = tuple[str, ...]
 

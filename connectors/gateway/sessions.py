@@ -21,6 +21,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from connectors.branches import Conversation, End
 from connectors.engines.types import Completion
@@ -99,7 +100,8 @@ class Sessions:
         session = prompted.session
         if self._all.get(session.name) is not session:
             return  # it is forgotten
-        session.conversation.add(prompted.after, prompted.new_ids, made, prompted.written)
+        ids_alone = replace(made, logprobs=(), segments=())  # nobody asks it for rows
+        session.conversation.add(prompted.after, prompted.new_ids, ids_alone, prompted.written)
         session.num_answers += 1
         digest = _after(prompted.digest, message)
         session.written[digest] = session.written[_digest(message)] = wrote
