@@ -1,7 +1,7 @@
 """`headwater run`: from a configuration to a run that goes on until its steps are done.
 
     lock ▶ prepare the folder ▶ broker ▶ topics
-         ▶ engines, gateway, dataflow, feeder, evaluate, trainer
+         ▶ engines, gateway, dataflow, nearline, feeder, evaluate, trainer
          ▶ watch until N steps, Ctrl-C or a role that cannot start ▶ stop in order
 
 Whatever ends it, also kill -9, the next `run` in the same folder resumes from the log.
@@ -40,7 +40,7 @@ SHOW_S: Final = 0.5
 EVALUATION_S: Final = 60.0
 """How long the end of a run waits for the evaluation of its last version."""
 _STOP_ORDER: Final = (
-    ("trainer",), ("evaluate", "feeder", "gateway", "dataflow"), ("engine",),
+    ("trainer",), ("evaluate", "feeder", "gateway", "nearline", "dataflow"), ("engine",),
 )  # fmt: skip
 
 
@@ -95,6 +95,8 @@ def plan(config: Config, run_dir: RunDir, target: int) -> list[Gang]:
     if config.gateway is not None:
         gangs.append(Gang(name="gateway", members=[member("gateway")], stop_s=20.0))
     gangs.append(Gang(name="dataflow", members=[member("dataflow")], stop_s=20.0))
+    if config.nearline is not None:
+        gangs.append(Gang(name="nearline", members=[member("nearline")], stop_s=20.0))
     if any(task.prompts for task in config.tasks.values()):
         gangs.append(Gang(name="feeder", members=[member("feeder")], may_finish=True))
     if config.eval.every_versions and any(task.eval_prompts for task in config.tasks.values()):

@@ -25,7 +25,8 @@ Role = Callable[["Config", "RunDir", argparse.Namespace], None]
 
 
 def add(commands: Commands) -> None:
-    """Declares broker, engine, gateway, rollout, reward, dataflow, feeder, evaluate and trainer."""
+    """Declares broker, engine, gateway, rollout, reward, dataflow, nearline, feeder, evaluate and
+    trainer."""
     for name, (role, summary) in _ROLES.items():
         parser = command(
             commands,
@@ -87,6 +88,18 @@ def _dataflow(*stages: str) -> Role:
     return start
 
 
+def _nearline(config: Config, run_dir: RunDir, arguments: argparse.Namespace) -> None:
+    gpus.claim("trainer.num_gpus", 0)  # what a log lacks is computed on the CPU
+    from functools import partial
+
+    from connectors.kafka.locate import cluster
+    from deploy.recompute import Recompute
+    from pipelines.nearline_job import run_nearline
+
+    recompute = Recompute(config, run_dir, partial(cluster, config, run_dir))
+    run_nearline(config, run_dir, recompute)
+
+
 def _feeder(config: Config, run_dir: RunDir, arguments: argparse.Namespace) -> None:
     from connectors.kafka.feeder import feed_prompts
     from connectors.kafka.locate import cluster
@@ -120,6 +133,7 @@ _ROLES: dict[str, tuple[Role, str]] = {
     "rollout": (_dataflow("rollout"), "turns granted prompts into groups of trajectories"),
     "reward": (_dataflow("reward"), "scores groups and filters them by version"),
     "dataflow": (_dataflow("rollout", "reward"), "rollout and reward in one job"),
+    "nearline": (_nearline, "turns live traffic and what was said about it into groups"),
     "feeder": (
         _feeder,
         "keeps `prompts` ahead of the grants for tasks that name a file or generator",
