@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from connectors.engines.types import Completion, Part
@@ -21,6 +21,7 @@ from connectors.gateway.asked import Asked
 from connectors.gateway.errors import Refused
 from connectors.gateway.texts import Spoken
 from connectors.records import Version
+from connectors.transcripts import Transcript
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +142,11 @@ class Answer:
         self._wake()
 
     def _pack(self) -> None:
-        """What is only kept for a client that asks again needs no pieces."""
-        if self.made and self.has_ended and not self._followers:
+        """What is only kept for a client that asks again needs neither the question nor pieces."""
+        if not self.has_ended or self._followers:
+            return
+        self.asked = replace(self.asked, said=[], conversation=Transcript(()))
+        if self.made:
             self._deltas = [
                 Delta(number, sample.spoken.shown, made.token_ids, made.logprobs)
                 for number, (sample, made) in enumerate(zip(self.samples, self.made, strict=True))

@@ -180,6 +180,25 @@ def test_turns_of_a_conversation_extend_the_engine_s_own_ids(
     run(main())
 
 
+def test_the_version_an_engine_holds_can_be_demanded(text: Text, engine: EngineProcess) -> None:
+    async def main() -> None:
+        pool = WatchedPool(engine)
+        async with clients(text, pool) as (bench, client):
+            assert "0.5" in [m.id async for m in client.models.list()]
+            for stream in (False, True):
+                asked: Any = {"model": "0.5", "messages": HI, "max_tokens": 4, "stream": stream}
+                answer = await client.chat.completions.create(**asked)
+                if stream:
+                    async for _ in answer:
+                        pass
+            assert {call.model for call in bench.calls} == {"0.5"}
+            with pytest.raises(NotFoundError, match=r"0\.4.*0\.5"):
+                await client.chat.completions.create(model="0.4", messages=HI)
+            await pool.close()
+
+    run(main())
+
+
 def test_tools_whole_and_streamed(text: Text) -> None:
     async def main() -> None:
         pool = ScriptedPool(text, f"So: {CALL}", f"So: {CALL}", f"So: {CALL}", "rain it is")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from connectors.engines.types import Completion
 from connectors.gateway.asked import conversation
@@ -152,6 +155,51 @@ def test_special_tokens_that_a_client_never_saw_are_there_again(text: Text) -> N
     ids = client.ids("a<|im_start|>b<|im_end|>")
     whole = client.answer(client.ask([ASKED]), ids, said(text.decode(ids)))
     assert client.ask([ASKED, said("ab"), AGAIN]).ids[: len(whole)] == whole
+
+
+PIECES = st.sampled_from(
+    ["fine", " ", "\n", "é😀", "\x00", CALL, "<tool_call>", "</tool_call>", "<|im_start|>", "<eos>"]
+)
+
+
+def kept(got: dict[str, Any], loosely: bool) -> dict[str, Any]:
+    """As some clients keep a message: in parts, with arguments written anew."""
+    calls = [
+        call | {"function": call["function"] | {"arguments": loose(call["function"]["arguments"])}}
+        for call in got.get("tool_calls", [])
+    ]
+    content = [{"type": "text", "text": got["content"] or ""}] if loosely else got["content"] or ""
+    message = got | {"content": content} | ({"tool_calls": calls} if calls and loosely else {})
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def loose(arguments: str) -> str:
+    return json.dumps(json.loads(arguments), indent=2, sort_keys=True)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.lists(PIECES, max_size=5), st.booleans(), st.booleans()), max_size=5))
+def test_whatever_is_said_and_however_it_is_kept_each_turn_extends_the_ids_before_it(
+    text: Text, turns: list[tuple[list[str], bool, bool]]
+) -> None:
+    client = Client(text)
+    messages: list[dict[str, Any]] = [ASKED]
+    before: tuple[int, ...] = ()
+    for pieces, stops, loosely in turns:
+        prompted = client.ask(messages, None, [WEATHER])
+        assert prompted.ids[: len(before)] == before
+        ids = client.ids("".join(pieces)) + (client.ids("<|im_end|>") if stops else [])
+        content, calls = split(text.decode(ids))
+        got = said(content)
+        if calls:
+            told = [
+                {"id": f"{n}", "type": "function",
+                 "function": {**call, "arguments": json.dumps(call["arguments"])}}
+                for n, call in enumerate(calls)
+            ]  # fmt: skip
+            got = said(content or None, tool_calls=told)
+        before = client.answer(prompted, ids, got)
+        messages = [*messages, kept(got, loosely), AGAIN]
 
 
 def test_a_call_without_a_name_belongs_where_its_answers_came_from(text: Text) -> None:
