@@ -6,11 +6,12 @@ import asyncio
 import time
 from typing import Any, ClassVar
 
+import pytest
 import torch
 
 from connectors.engines.engine import DecodingEngine
 from connectors.engines.jobs import FinishedJobs
-from connectors.engines.types import GenerateRequest
+from connectors.engines.types import Completion, GenerateRequest, Part
 
 
 class IdleDecoder:
@@ -31,7 +32,8 @@ def request(name: str) -> GenerateRequest:
     return GenerateRequest(request_id=name, token_ids=(5,))
 
 
-def test_work_nobody_comes_back_for_is_ended() -> None:
+@pytest.mark.parametrize("streamed", [False, True])
+def test_work_nobody_comes_back_for_is_ended(streamed: bool) -> None:
     async def main() -> None:
         engine = DecodingEngine(
             IdleDecoder(),  # type: ignore[arg-type]
@@ -40,7 +42,16 @@ def test_work_nobody_comes_back_for_is_ended() -> None:
             orphan_s=0.05,
         )
         engine.start(on_fatal=lambda _: None)
-        leaver, stays = (asyncio.create_task(engine.generate(request(n))) for n in ("a", "b"))
+
+        async def told(_: Part) -> None: ...
+
+        def ask(name: str) -> asyncio.Task[tuple[Completion, ...]]:
+            asked = request(name)
+            return asyncio.create_task(
+                engine.stream(asked, told) if streamed else engine.generate(asked)
+            )
+
+        leaver, stays = ask("a"), ask("b")
         await asyncio.sleep(0)
         assert engine.state_now().num_queued == 2
         leaver.cancel()

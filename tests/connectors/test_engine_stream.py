@@ -108,6 +108,7 @@ async def test_a_stream_sent_again_is_told_from_the_beginning_and_nothing_is_red
 @check
 async def test_a_stream_whose_client_is_gone_is_found_again(bench: Bench) -> None:
     gone, heard = connect(bench.engine), Heard()
+    logged = len(bench.engine.log.read_text())
     before = (await bench.state()).num_tokens
     request = bench.request(max_tokens=300)
     lost = asyncio.create_task(gone.stream(request, heard.append))
@@ -119,6 +120,7 @@ async def test_a_stream_whose_client_is_gone_is_found_again(bench: Bench) -> Non
     assert len(done[0].token_ids) == 300
     bench.assert_own(done[0])
     assert (await bench.state()).num_tokens - before == 300
+    assert "Traceback" not in bench.engine.log.read_text()[logged:]
 
 
 @check

@@ -1,8 +1,9 @@
-"""A stream over real engines, of which the one that tells is killed."""
+"""A stream over real engines, of which the one that tells is killed or stopped."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,10 @@ def request(name: str) -> GenerateRequest:
 
 
 @pytest.mark.slow
-def test_a_stream_goes_on_at_the_other_engine_when_its_own_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_stream_goes_on_at_the_other_engine_when_its_own_ends(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     model = tiny_model(tmp_path / "model")
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     named = dict(plain.named_parameters())
@@ -51,7 +55,7 @@ def test_a_stream_goes_on_at_the_other_engine_when_its_own_is_killed(tmp_path: P
             while heard.num_tokens < 100:
                 await asyncio.sleep(0.002)
         (told_by,) = [m.url for m in pool._members.all if m.num_sent]
-        by_url[told_by].kill()
+        by_url[told_by].signal(number)
         done = await asyncio.wait_for(streaming, 120)
         assert heard.completions(done) == done
         assert await pool.versions() == [VERSION]
