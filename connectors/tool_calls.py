@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 OPEN: Final = "<tool_call>"
 _BLOCK: Final = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -66,6 +67,6 @@ def _named(call: dict[str, Any]) -> dict[str, Any] | None:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
         return None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -28,29 +29,45 @@ from connectors.run_dir import RunDir
 from connectors.signals import stop_on_signals
 from connectors.text import Text
 
-log = logging.getLogger(__name__)
-
 NAME: Final = "gateway"
 END_S: Final = 5.0
 """How long answers on their way, and then their last records, may take at the end."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """What the configuration names, read before anything is started."""
+
+    section: Gateway
+    keys: Keys
+    redaction: Redaction
+    text: Text
+
+    @classmethod
+    def of(cls, config: Config) -> Read:
+        """ConfigError when something of it cannot be used."""
+        section = checked(config)
+        keys_file = section.keys_file
+        read = cls(
+            section=section,
+            keys=Keys(None if keys_file is None else config.resolve(keys_file)),
+            redaction=Redaction(section.redact),
+            text=Text(config.resolve(config.model.path)),
+        )
+        if not read.text.has_template:
+            raise ConfigError("gateway: the model's tokenizer has no chat template")
+        return read
+
+
 def serve_gateway(config: Config, run_dir: RunDir, port: int | None = None) -> None:
     """Serves until SIGTERM or SIGINT; registers in `run_dir` once it listens. ConfigError when the
     configuration is none of a gateway's, OSError when the port is taken."""
-    section = checked(config)
-    keys = Keys(None if section.keys_file is None else config.resolve(section.keys_file))
-    redaction = Redaction(section.redact)
-    text = Text(config.resolve(config.model.path))
-    if not text.has_template:
-        raise ConfigError("gateway: the model's tokenizer has no chat template")
+    read = Read.of(config)
     stop = stop_on_signals(threading.Event())
     recorder = Recorder(lambda: cluster(config, run_dir), run_dir.path / NAME, writer=NAME)
-    try:
-        asyncio.run(_serve(config, section, run_dir, port, keys, redaction, text, recorder, stop))
+    with closing(recorder):
+        asyncio.run(_serve(config, read, run_dir, port, recorder, stop))
         recorder.wait_empty(END_S)
-    finally:
-        recorder.close()
 
 
 def checked(config: Config) -> Gateway:
@@ -66,46 +83,21 @@ def checked(config: Config) -> Gateway:
 
 async def _serve(
     config: Config,
-    section: Gateway,
+    read: Read,
     run_dir: RunDir,
     port: int | None,
-    keys: Keys,
-    redaction: Redaction,
-    text: Text,
     recorder: Recorder,
     stop: threading.Event,
 ) -> None:
     pool = EnginePool(lambda: run_dir.engine_urls(config))
-    sessions = Sessions(text, section.max_sessions)
-    metrics = Metrics(
-        waiting=lambda: recorder.num_waiting,
-        running=lambda: calls.num_running,
-        sessions=lambda: len(sessions),
-    )
-    traffic = TrafficLog(recorder, redaction, metrics, config.kafka.partitions)
-    calls = Calls(text, pool, sessions, traffic, metrics, config.model.context_tokens)
-    only = next(iter(config.tasks)) if len(config.tasks) == 1 else None
-    server = GatewayServer(
-        names=(LATEST, config.run.name),
-        sampling=_sampling(config, text),
-        text=text,
-        pool=pool,
-        keys=keys,
-        headers=Headers(config.tasks, section.task or only),
-        sessions=sessions,
-        calls=calls,
-        retries=Retries(section.retry_s),
-        traffic=traffic,
-        metrics=metrics,
-        max_body_bytes=section.max_body_bytes,
-    )
+    server, calls = _parts(config, read, pool, recorder)
     runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=END_S)
     await runner.setup()
     try:
-        at = _port(section, run_dir) if port is None else port
-        site = web.TCPSite(runner, section.host, at)
+        host, at = read.section.host, _port(read.section, run_dir) if port is None else port
+        site = web.TCPSite(runner, host, at)
         await site.start()
-        url = f"http://{section.host}:{runner.addresses[0][1]}"
+        url = f"http://{host}:{runner.addresses[0][1]}"
         run_dir.register(NAME, url=url)
         print(f"{NAME} serves {url}/v1", flush=True)
         await asyncio.to_thread(stop.wait)
@@ -114,6 +106,36 @@ async def _serve(
     finally:
         await runner.cleanup()
         await pool.close()
+
+
+def _parts(
+    config: Config, read: Read, pool: EnginePool, recorder: Recorder
+) -> tuple[GatewayServer, Calls]:
+    section, text = read.section, read.text
+    sessions = Sessions(text, section.max_sessions)
+    metrics = Metrics(
+        waiting=lambda: recorder.num_waiting,
+        running=lambda: calls.num_running,
+        sessions=lambda: len(sessions),
+    )
+    traffic = TrafficLog(recorder, read.redaction, metrics, config.kafka.partitions)
+    calls = Calls(text, pool, sessions, traffic, metrics, config.model.context_tokens)
+    only = next(iter(config.tasks)) if len(config.tasks) == 1 else None
+    server = GatewayServer(
+        names=(LATEST, config.run.name),
+        sampling=_sampling(config, text),
+        text=text,
+        pool=pool,
+        keys=read.keys,
+        headers=Headers(config.tasks, section.task or only),
+        sessions=sessions,
+        calls=calls,
+        retries=Retries(section.retry_s),
+        traffic=traffic,
+        metrics=metrics,
+        max_body_bytes=section.max_body_bytes,
+    )
+    return server, calls
 
 
 def _sampling(config: Config, text: Text) -> Sampling:

@@ -49,7 +49,7 @@ def configuration(folder: Path, model: Path, more: str = "") -> Path:
     file.write_text(
         f'[run]\nname = "shop"\n[kafka]\npartitions = {PARTITIONS}\n[model]\npath = "{model}"\n'
         f"context_tokens = 256\n[sampling]\nmax_tokens = 8\n[gateway]\n[tasks.t]\n"
-        f'reward = "feedback"\n[trainer]\nadvantage = "spo"\n{more}'
+        f'reward = "exact_match"\n{more}'
     )
     return file
 

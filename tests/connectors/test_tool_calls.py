@@ -17,7 +17,14 @@ def test_a_call_in_the_middle_leaves_what_is_said_around_it() -> None:
 
 
 def test_text_without_a_call_is_said_as_it_is() -> None:
-    none = ("no json", "[1]", '{"arguments": {}}', '{"name": "x", "arguments": 3}')
+    none = (
+        "no json",
+        "[1]",
+        '{"name": "x", "arguments": {"a": NaN}}',
+        '{"name": "\\ud800"}',
+        '{"arguments": {}}',
+        '{"name": "x", "arguments": 3}',
+    )
     blocks = [f"<tool_call>{content}</tool_call>" for content in none]
     for text in ("", "  two  blanks ", *blocks, '<tool_call>{"name": "x"}'):
         assert split(text) == (text, [])
