@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 import zlib
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from connectors.records import Behaviour, Segment, decode_as
 
 TrafficSource = Literal["traffic", "import"]
+TOPICS: Final = ("agent-traffic", "feedback")
+"""Without namespace. A near-line group's id is the place of one of their records."""
 
 
 def partition_of(session: str, num_partitions: int) -> int:

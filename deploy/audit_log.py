@@ -30,7 +30,8 @@ from deploy.base import (
 from deploy.findings import Audit, History, Terminal
 from deploy.history import CLOCK_SKEW_S, Follower, Place
 from trainer.checkpoint_meta import CheckpointMeta
-from trainer.staleness import configured_policy
+from trainer.staleness import configured_policy, granted_per_step
+from trainer.traffic import topics_of
 
 TRIES: Final = 3
 """A trainer at work may trim what is being read; then it is read anew from where it begins now."""
@@ -73,7 +74,7 @@ def _audit(config: Config, run_dir: RunDir, cluster: Cluster) -> Audit:
                 terminals={p: terminals.read(p) for p in partitions},
                 rollouts=_Rollouts(cluster, partitions),
                 strategy=configured_policy(config),
-                batch_size=config.trainer.groups_per_step,
+                batch_size=granted_per_step(config),
                 group_size=max(task.group_size for task in config.tasks.values()),
                 patience_s=patience_s(config),
                 policy_end=judged,
@@ -82,6 +83,7 @@ def _audit(config: Config, run_dir: RunDir, cluster: Cluster) -> Audit:
                 prompt_ends=prompts.ends,
                 base=base,
                 arrived=_arrived(cluster, base),
+                traffic_topics=topics_of(cluster) if config.nearline is not None else (),
             )
         )
     found.chain_breaks += [*steps.unreadable.values(), *policy.unreadable.values()]
@@ -145,8 +147,11 @@ class _Rollouts:
 
 
 def _arrived(cluster: Cluster, base: CheckpointMeta | None) -> list[Terminal]:
-    """The terminals of the groups that were ready at the base, read where they lie."""
-    at = [e.coordinate for e in base.feed.open if e.coordinate is not None] if base else []
+    """The terminals of the groups that were ready, or in the queue, at the base, read where they
+    lie."""
+    feed = base.feed if base else None
+    at = [e.coordinate for e in feed.open if e.coordinate is not None] if feed else []
+    at += [queued.coordinate for queued in feed.traffic.queue] if feed else []
     with closing(Reader(cluster, cluster.topic("trajectories"), {})) as reader:
         return [_terminal_at(reader, coordinate) for coordinate in at]
 

@@ -27,6 +27,7 @@ def as_json(found: Audit) -> dict[str, Any]:
         "from_step": found.from_step,
         "to_step": found.to_step,
         "groups": found.groups,
+        "traffic": found.traffic,
         "credit_balance": found.credit_balance,
         "digest_chain_ok": found.digest_chain_ok,
         "lost": list(found.lost)[:MAX_LISTED],
@@ -79,6 +80,7 @@ def audit_lines(found: Mapping[str, Any]) -> list[str]:
         trained + ("" if first == 1 else " (the log before was trimmed; its checkpoint counts)"),
         f"granted {groups['granted']} = {groups['trained']} trained + {groups['closed']} closed + "
         f"{groups['dropped']} dropped + {groups['open']} open (balance {found['credit_balance']})",
+        *_traffic(found["traffic"]),
         *_dropped(found["dropped_by_reason"]),
         f"lost {len(found['lost'])}, trained twice {len(found['trained_twice'])}, "
         f"bound violations {len(found['bound_violations'])}, "
@@ -101,6 +103,15 @@ def audit_lines(found: Mapping[str, Any]) -> list[str]:
             lines.append(f"  {name}: and {len(entries) - _SHOWN} more (--json lists them)")
     lines.append("audit ok" if found["ok"] else "audit FAILED")
     return lines
+
+
+def _traffic(ended: Mapping[str, int]) -> list[str]:
+    if not any(ended.values()):
+        return []
+    hows = ("trained", "closed", "dropped", "queued")
+    told = " + ".join(f"{ended[how]} {how}" for how in hows)
+    again = f" ({ended['duplicates']} more were second ones)" if ended["duplicates"] else ""
+    return [f"live traffic {sum(ended[how] for how in hows)} = {told}{again}"]
 
 
 def _dropped(by_reason: Mapping[str, int]) -> list[str]:

@@ -11,6 +11,7 @@ from collections import Counter
 
 from connectors.records import Announcement, Begin, Cancel, Coordinate, Manifest, Version
 from deploy.announced import Announcements
+from deploy.audit_traffic import TrafficAudit
 from deploy.base import Survey
 from deploy.findings import Activity, Audit, History, Terminal, Violation
 from deploy.history import (
@@ -30,6 +31,7 @@ from trainer.actions import drop_reasons
 from trainer.feed_state import FeedState
 from trainer.overdue import masked_versions
 from trainer.staleness import bound_of, reserves
+from trainer.traffic import bound_of as traffic_bound_of
 
 
 class Auditor:
@@ -48,12 +50,15 @@ class Auditor:
             to_step=survey.chain.step,
             grants_checked=history.strategy.auditable,
             bound_checked=history.strategy.bound is not None,
-            closed_by_reason=base.counts.ended_by_reason if base else Counter(),
+            closed_by_reason=_closed(base) if base else Counter(),
             dropped_by_reason=_listed_drops(base) if base else Counter(),
             lineage=lineage_of(self._lineage),
         )
         self._announcements = Announcements(
             history, self._lineage, survey, self._prompts, self.found
+        )
+        self._traffic = TrafficAudit(
+            history.traffic_topics, self.found, base.traffic if base else None, history.arrived
         )
         self._terminals = {p: iter(terminals) for p, terminals in history.terminals.items()}
         self._read = dict.fromkeys(history.terminals, 0)
@@ -117,9 +122,13 @@ class Auditor:
         for group_id, reason in drop_reasons(manifest).items():
             self._settle(group_id, DROPPED)
             self.found.dropped_by_reason[reason] += 1
+        self._traffic.step_ends(manifest.step)
 
     def _settle(self, group_id: str, how: int) -> None:
         """An announcement refunds a group, or a step lists it as dropped."""
+        if how == DROPPED and self._traffic.owns(group_id):
+            self._traffic.drop(group_id)
+            return
         place = self._prompts.place(group_id)
         if place is None or not self._prompts.granted(place):
             self.found.ungranted.append(group_id)
@@ -133,15 +142,20 @@ class Auditor:
         self._open.pop(place, None)
 
     def _train(self, record: Coordinate, manifest: Manifest) -> None:
-        self._num_trained += 1
         self._read_to(record.partition, record.offset)
         group_id = record.group_id
+        if group_id in self._excluded:
+            self.found.excluded_trained.append(group_id)
+        if self._traffic.owns(group_id):
+            is_first, arrived = self._traffic.train(record)
+            if is_first:
+                self._check(record, arrived, manifest, traffic_bound_of(manifest.settings))
+            return
+        self._num_trained += 1
         place = self._prompts.place(group_id)
         if place is None or not self._prompts.granted(place):
             self.found.ungranted.append(group_id)
             return
-        if group_id in self._excluded:
-            self.found.excluded_trained.append(group_id)
         before = self._prompts.mark(place, TRAINED)
         self._open.pop(place, None)
         arrived = self._arrived.pop(place, None)
@@ -149,23 +163,27 @@ class Auditor:
             self.found.trained_twice.append(group_id)
         elif before & (CLOSED | REFUNDED | DROPPED | BEFORE):
             self.found.settled_twice.append(group_id)
-        elif (wrong := _difference(record, arrived)) is not None:
-            self.found.wrong_records[group_id] = f"step {manifest.step}: {wrong}"
-        elif arrived is not None:
-            self._check_age(arrived, manifest)
+        else:
+            bound = bound_of(manifest.settings, self._history.strategy)
+            self._check(record, arrived, manifest, bound)
 
-    def _check_age(self, arrived: Terminal, manifest: Manifest) -> None:
-        """By the bound the step was trained under. A masked token was not trained."""
-        bound = bound_of(manifest.settings, self._history.strategy)
+    def _check(
+        self, record: Coordinate, arrived: Terminal | None, manifest: Manifest, bound: int | None
+    ) -> None:
+        """A trained record against the log, its tokens against the bound the step was trained
+        under. A masked token was not trained."""
+        if (wrong := _difference(record, arrived)) is not None or arrived is None:
+            self.found.wrong_records[record.group_id] = f"step {manifest.step}: {wrong}"
+            return
         # The step that makes version n trains at version n - 1.
         at = Version(manifest.version.incarnation, manifest.version.number - 1)
         trained = arrived.versions - masked_versions(manifest.settings)
         ages = [lag(at, version, self._lineage) for version in trained]
-        wrong = [age for age in ages if age < 0 or (bound is not None and age > bound)]
-        if wrong:
+        beyond = [age for age in ages if age < 0 or (bound is not None and age > bound)]
+        if beyond:
             self.found.bound_violations.append(
                 Violation(
-                    group_id=arrived.group_id, step=manifest.step, staleness=max(wrong, key=abs)
+                    group_id=arrived.group_id, step=manifest.step, staleness=max(beyond, key=abs)
                 )
             )
 
@@ -184,10 +202,13 @@ class Auditor:
     def _take_in(self, terminal: Terminal) -> None:
         where = f"trajectories/{terminal.partition}/{terminal.offset}"
         place = self._prompts.place(terminal.group_id)
+        of_traffic = self._traffic.owns(terminal.group_id)
         if terminal.kind == "corrupt":
             self.found.unreadable.append(f"{where} ({terminal.group_id}): {terminal.error}")
-        elif place is None:
+        elif place is None and not of_traffic:
             self.found.unreadable.append(f"{where}: {terminal.group_id} is no group of this run")
+        if of_traffic:
+            self._traffic.take_in(terminal)
         if place is None:
             return
         if place in self._prompts.unread:
@@ -221,6 +242,7 @@ class Auditor:
             if t.offset < self._history.terminal_ends.get(t.partition, 1 << 62)
         ]
         self._overdue()
+        self._traffic.finish()
         scoring = self._unscored()
         base = self._history.base
         num_trained = self._num_trained + (base.feed.counts.trained if base else 0)
@@ -274,9 +296,17 @@ class Auditor:
         return count
 
 
+def _closed(base: FeedState) -> Counter[str]:
+    return base.counts.ended_by_reason + Counter(base.traffic.counts.closed_by_reason)
+
+
 def _listed_drops(base: FeedState) -> Counter[str]:
     """By reason; the others will be listed by a step that is in the log."""
-    return Counter(base.counts.dropped_by_reason) - Counter(base.dropped.values())
+    found = Counter[str]()
+    for counts, unlisted in ((base.counts, base.dropped),
+                             (base.traffic.counts, base.traffic.dropped)):  # fmt: skip
+        found += Counter(counts.dropped_by_reason) - Counter(unlisted.values())
+    return found
 
 
 def _difference(record: Coordinate, found: Terminal | None) -> str | None:

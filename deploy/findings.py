@@ -45,8 +45,9 @@ class History:
     prompt_starts, prompt_ends   what the broker holds of each partition of `prompts`
     strategy     the staleness policy; its bound None: not strict
     patience_s   the longest the reward stage works on one group
-    base         where the kept part of the log begins, None for a whole log; `arrived`: terminals
-                 of the groups that were ready there
+    base         where the kept part of the log begins, None for a whole one; `arrived`: terminals
+                 of the groups that were ready there, or in the queue
+    traffic_topics   full names of those whose records name groups of live traffic
     """
 
     prompts_topic: str
@@ -64,6 +65,7 @@ class History:
     prompt_ends: Mapping[int, int] = field(default_factory=dict)
     base: CheckpointMeta | None = None
     arrived: Sequence[Terminal] = ()
+    traffic_topics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,8 @@ class Overgrant:
 
 @dataclass(slots=True, kw_only=True)
 class Audit:
-    """lost            granted groups that never ended, and why they cannot end any more
+    """traffic         groups of live traffic, by how they ended; all else counts those granted
+    lost            groups that never ended, and why they cannot end any more
     trained_twice      on the chain
     settled_twice      closed or dropped, and trained as well
     ungranted          trained, refunded or ended without a grant
@@ -105,6 +108,7 @@ class Audit:
     """
 
     groups: dict[str, int] = field(default_factory=dict)
+    traffic: dict[str, int] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     trained_twice: list[str] = field(default_factory=list)
     settled_twice: list[str] = field(default_factory=list)

@@ -39,6 +39,7 @@ from deploy.history import (
     lineage_of,
     slim,
 )
+from deploy.nearline_sums import Ends, nearline_of
 from deploy.step_sums import StepSums
 from trainer.checkpoint_meta import CheckpointMeta
 from trainer.step_log import Chain
@@ -52,6 +53,7 @@ class Fold:
     """The log so far. Pure: `RunStatus` feeds it.
 
     prompts   what became of each; None of its trained ones is marked
+    traffic   terminals of live traffic
     base      where the kept part of the log begins, None for a whole one
     announced the version that engines were last told of
     given_up  steps that rollbacks gave up, groups and tokens trained in them
@@ -60,6 +62,7 @@ class Fold:
 
     prompts: Prompts
     base: CheckpointMeta | None = None
+    traffic: Ends = field(default_factory=Ends)
     chain: Chain = field(default_factory=Chain)
     closed_by_reason: Counter[str] = field(default_factory=Counter)
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -119,10 +122,13 @@ class Fold:
 
     def end(self, record: Record) -> None:
         """A record of `trajectories`; the first terminal of a group counts."""
-        place = self.prompts.place((record.key or b"").decode(errors="replace"))
-        if place is None:
-            return  # of no group of this run
+        group_id = (record.key or b"").decode(errors="replace")
+        place = self.prompts.place(group_id)
         closed = record.headers.get(HEADER_KIND) == "closed"
+        if place is None:
+            if self.traffic.owns(group_id):
+                self.traffic.add(group_id, lambda: _reason(record) if closed else None)
+            return  # of no prompt of this run
         if place in self._ready:
             self._ready.discard(place)
             self.prompts.sampled(place, num_sampled(record.value))
@@ -232,6 +238,10 @@ class Fold:
                 case ["tokens", how]:
                     found[f"{how}_tokens"] = int(value)
         return found
+
+    def nearline(self) -> dict[str, Any]:
+        """What became of live traffic, and how well it was foretold."""
+        return nearline_of(self.traffic, self._sums.actions(), self._sums.foretold)
 
     def rewards(self, last: int | None = None) -> list[tuple[int, float]]:
         """(step, mean training reward) of the chain's steps, or the last of them."""

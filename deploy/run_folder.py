@@ -47,10 +47,11 @@ _FIXED: Final = (
     "trainer.num_ranks",
     "trainer.zero_stage",
     "sampling.temperature",  # of the behaviour log-probs in flight
+    "nearline.share",
 )
 """The log's records, and the checkpoints, are only readable with these and those of
 `[trainer.lora]`. So are the keys of `[staleness]`, by which granted groups were bounded, but for
-the time cap."""
+the time cap; `nearline.share` says, as `trainer.groups_per_step` does, how many were granted."""
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):

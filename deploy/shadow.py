@@ -63,6 +63,11 @@ def make(
     before = run_folder.load_run(run)
     if before.trainer.source is not None:
         raise ConfigError(f"{run.path}: is a shadow's folder itself; name the run it is of")
+    if before.nearline is not None:
+        raise ConfigError(
+            f"{run.path}: trains live traffic, and a shadow trains in the order of the grants, of "
+            "which live traffic has none: a run with [nearline] has no shadow"
+        )
     config = load(run.config_file, overrides)
     url = config.checkpoint.url
     if url == before.checkpoint.url and any(o.startswith("checkpoint.url") for o in overrides):

@@ -21,9 +21,11 @@ from deploy.fold import RECENT_STEPS, Fold, mean
 from deploy.health import roles_of
 from deploy.held_out import held_out
 from deploy.history import Follower, Prompts
+from deploy.nearline_sums import Ends
 from trainer import stall
 from trainer.alerts import alerts
 from trainer.staleness import configured_policy, lookahead_of
+from trainer.traffic import topics_of
 
 SECONDS: Final = ("wait", "logprobs", "update", "publish")
 
@@ -41,7 +43,8 @@ class RunStatus:
         except Unprovable as error:
             base, self.incomplete = None, str(error)
         feed = base.feed if base is not None else None
-        self.fold = Fold(Prompts(cluster.topic("prompts"), feed), base)
+        ends = Ends(topics_of(cluster), feed.traffic if feed else None)
+        self.fold = Fold(Prompts(cluster.topic("prompts"), feed), base, ends)
         self._tail = PolicyTail(
             cluster, offset=feed.policy_offset if feed else 0, epoch=feed.epoch if feed else -1
         )
@@ -111,6 +114,7 @@ class RunStatus:
             "wait_share": fold.wait_share(),
             "epoch": fold.chain.epoch,
             "skipped": int(fold.total("skipped")),
+            "nearline": None if self._config.nearline is None else fold.nearline(),
             "lineage": fold.lineage(),
             "given_up": fold.given_up,
             "from_step": 1 if fold.base is None else fold.base.step + 1,
@@ -127,9 +131,10 @@ class RunStatus:
         for the trainer."""
         written = {name: sum(topic.ends.values()) for name, topic in self._topics.items()}
         granted = self.fold.prompts.num_granted
+        of_prompts = written["rollouts"] - self.fold.traffic.num_terminals
         return {
             "prompts": max(0, written["prompts"] - granted),
-            "rollouts": max(0, granted - written["rollouts"]),
+            "rollouts": max(0, granted - of_prompts),
             "trajectories": max(0, written["rollouts"] - written["trajectories"]),
             "trainer": self.fold.num_ready(),
         }

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from typing import Final
 
 from connectors.records import Manifest
+from deploy.nearline_sums import Foretold
 
 _METRICS: Final = (
     "tokens/generated", "tokens/trained", "seconds/wait", "seconds/logprobs", "seconds/update",
@@ -17,7 +18,9 @@ _ADDED: Final = (
     "groups", "skipped", "staleness_weight", "staleness_sum", "elapsed_s", "wait_s", *_METRICS,
 )  # fmt: skip
 _LARGEST: Final = ("staleness_p99", "staleness_max")
-_ACTIONS: Final = ("staleness/", "seconds/wait/", "tokens/masked", "tokens/reweighted")
+_ACTIONS: Final = (
+    "staleness/", "seconds/wait/", "tokens/masked", "tokens/reweighted", "traffic/",
+)  # fmt: skip
 _COLUMNS: Final = {name: at for at, name in enumerate((*_ADDED, *_LARGEST, "reward"))}
 
 
@@ -26,12 +29,15 @@ class StepSums:
     own reward.
 
     staleness   over trained tokens: weighted sum; p99 and max are the largest of the steps'
+    groups      that were granted
     elapsed_s   from step to step of the same trainer; `wait_s`: the part of it spent in `take`
+    foretold    what they counted of live traffic's labels
     """
 
     def __init__(self) -> None:
         self._rows = array("d")
         self._actions: dict[str, tuple[array[int], array[float]]] = {}  # rows and their values
+        self.foretold = Foretold()
 
     def __len__(self) -> int:
         return len(self._rows) // len(_COLUMNS)
@@ -45,7 +51,7 @@ class StepSums:
         weight = metrics.get("tokens/trained", 1.0) if staleness else 0.0
         values = {name: metrics.get(name, 0.0) for name in _METRICS}
         values |= {
-            "groups": len(manifest.records),
+            "groups": len(manifest.records) - metrics.get("traffic/groups", 0.0),
             "skipped": manifest.skipped is not None,
             "staleness_weight": weight,
             "staleness_sum": weight * staleness.get("mean", 0.0),
@@ -59,6 +65,7 @@ class StepSums:
             rows, values_of = self._actions.setdefault(name, (array("q"), array("d")))
             rows.append(len(self))
             values_of.append(metrics[name])
+        self.foretold.add(len(self), metrics)
         self._rows.extend([*row, metrics.get("reward/mean", math.nan)])
 
     def add_nothing(self) -> None:
@@ -72,6 +79,7 @@ class StepSums:
         for rows, values_of in self._actions.values():
             kept = bisect_left(rows, len(self))
             del rows[kept:], values_of[kept:]
+        self.foretold.cut(len(self))
         return {name: value - self[name] for name, value in before.items()}
 
     def actions(self) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""`headwater trace`: one trajectory's way from its prompt to the checkpoints that contain it."""
+"""`headwater trace`: one trajectory's way from its prompt, or the call of live traffic that names
+its group, to the checkpoints that contain it."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import msgspec
 import numpy as np
 
 from connectors.arrow import CorruptRecord
+from connectors.branches import BEFORE, CALLS, CORRECTS, LABEL, OWN_METADATA, SERVED, SESSION
 from connectors.config import Config, ConfigError
 from connectors.kafka.client import Cluster, OffsetGone, Reader, Record
 from connectors.kafka.tail import PolicyTail
@@ -21,24 +23,30 @@ from deploy.base import StepRecords, Survey, counted, surveyed
 from deploy.history import CLOCK_SKEW_S, Follower
 from trainer.checkpoint import run_store
 from trainer.checkpoint_meta import kept_on_chain
+from trainer.traffic import topics_of
 
 SHOWN_CHARS: Final = 200
 """Of a prompt and of an answer; --json has all of them."""
+_TOLD: Final = (SESSION, CALLS, SERVED, LABEL, CORRECTS, BEFORE)
 
 
 def trace_run(config: Config, run_dir: RunDir, log: Cluster, wanted: str) -> dict[str, Any]:
     """What the log knows of `wanted`: the id of a trajectory, of a group, or a prompt's own.
-    ConfigError when it is none, or its prompt is not in the log. `trimmed` lists what retention or
-    trimming removed of the way; what of it is `unknown` for that is None."""
+    ConfigError when it is none, or its prompt is not in the log. Of live traffic `traffic` says
+    which session it is of, and the origin's `prompt` is the call, or the feedback, that names it.
+    `trimmed` lists what retention or trimming removed of the way; what of it is `unknown` for that
+    is None."""
     group_ids = _group_ids(log, config.kafka.partitions, wanted)
     origin = parse_group_id(group_ids[0])
     trimmed: list[str] = []
+    asked = _prompt(log, origin, trimmed)
     found: dict[str, Any] = {
         "id": wanted,
         "group_id": group_ids[0],
         "same_prompt": group_ids[1:],
-        "origin": {**msgspec.structs.asdict(origin), "prompt": _prompt(log, origin, trimmed)},
-        "granted": _grant(log, origin),
+        "origin": {**msgspec.structs.asdict(origin), "prompt": asked},
+        "traffic": None if origin.topic == log.topic("prompts") else _session(asked),
+        "granted": _grant(log, origin) if origin.topic == log.topic("prompts") else None,
         "rollout": None,
         "terminal": None,
         "closed": None,
@@ -66,12 +74,12 @@ def trace_run(config: Config, run_dir: RunDir, log: Cluster, wanted: str) -> dic
 
 def _group_ids(log: Cluster, num_partitions: int, wanted: str) -> list[str]:
     """The group `wanted` names, or those of the prompt whose own id it is, in log order."""
-    topic = log.topic("prompts")
+    topic, known = log.topic("prompts"), (log.topic("prompts"), *topics_of(log))
     parts = wanted.split("/")
     for length in (3, 4, 5):  # a group's id, a trajectory's, a branch's
         candidate = "/".join(parts[: len(parts) - length + 3])
         try:
-            if len(parts) >= length and parse_group_id(candidate).topic == topic:
+            if len(parts) >= length and parse_group_id(candidate).topic in known:
                 return [candidate]
         except ValueError:
             continue
@@ -80,9 +88,16 @@ def _group_ids(log: Cluster, num_partitions: int, wanted: str) -> list[str]:
     if not found:
         raise ConfigError(
             f"{wanted}: is no id of this run; a group's is {topic}/PARTITION/OFFSET, a "
-            "trajectory's has one more /NUMBER, and no prompt has it for its own"
+            f"trajectory's has one more /NUMBER (of live traffic it begins with {known[1]} or "
+            f"{known[2]}), and no prompt has it for its own"
         )
     return found
+
+
+def _session(asked: Any) -> dict[str, str]:
+    """Of the call or feedback that names a group."""
+    session = asked.get("session") if isinstance(asked, Mapping) else None
+    return {"session": session} if isinstance(session, str) else {}
 
 
 def _own_id(record: Record) -> str | None:
@@ -189,6 +204,9 @@ def _add_terminal(found: dict[str, Any], record: Record, config: Config) -> None
         found["closed"] = {"reason": ended.reason, "message": ended.message}
         return
     rows = list(ended.trajectories)
+    if found["traffic"] is not None:
+        said = rows[0].metadata
+        found["traffic"] |= {n.removeprefix(OWN_METADATA): said[n] for n in _TOLD if n in said}
     if found["id"].startswith(found["group_id"] + "/"):
         rows = [row for row in rows if row.trajectory_id == found["id"]]
         if not rows:
@@ -235,15 +253,20 @@ def trace_lines(found: Mapping[str, Any]) -> list[str]:
         f"{found['id']}",
         f"  prompt      {origin['topic']}/{origin['partition']}/{origin['offset']}: "
         f"{msgspec.json.encode(origin['prompt']).decode()[:SHOWN_CHARS]}",
-        f"  granted     {'at version ' + _version(granted['version']) if granted else 'not yet'}",
-        f"  rollout     {found['rollout'] or _none(found, 'rollout', 'none')}",
     ]
+    if found["traffic"] is None:
+        told = f"at version {_version(granted['version'])}" if granted else "not yet"
+        lines.append(f"  granted     {told}")
+    else:
+        told = ", ".join(f"{name} {value}" for name, value in found["traffic"].items())
+        lines.append(f"  traffic     {told[:SHOWN_CHARS] or 'of no known session'}")
+    lines.append(f"  rollout     {found['rollout'] or _none(found, 'rollout', 'none')}")
     for row in found["trajectories"]:
         by = ", ".join(f"{_version(s)} ({s['end'] - s['start']} tokens)" for s in row["segments"])
         parts = "".join(f", {name} {value:.4g}" for name, value in row["reward_parts"].items())
         lines.append(
             f"  generated   {row['trajectory_id']}: {row['num_trained_tokens']} trained tokens, by "
-            f"{by}, reward {row['reward']}{parts}, {row['finish_reason']}"
+            f"{by or 'no version of ours'}, reward {row['reward']}{parts}, {row['finish_reason']}"
         )
         lines += [
             f"  wrote       {msgspec.json.encode(written).decode()[:SHOWN_CHARS]}"

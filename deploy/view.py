@@ -15,6 +15,7 @@ from rich.text import Text
 from deploy.disk import room_or_later
 from deploy.fold import RECENT_STEPS
 from deploy.history import fork_text
+from deploy.nearline_sums import nearline_lines
 from trainer.alerts import subject
 
 PLAIN_EVERY_S: Final = 15.0
@@ -49,6 +50,8 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
         f"{held_out['num_prompts']} prompts{_samples(held_out)}{whole}",
         "lag        " + ", ".join(f"{name} {value}" for name, value in lag.items()),
     ]
+    if status["nearline"] is not None:
+        lines += nearline_lines(status["nearline"])
     for fork in status["lineage"]:
         lines.append(f"incarnation {fork_text(fork)}")
     if (given_up := status["given_up"])["steps"]:

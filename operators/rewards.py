@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from connectors.branches import BRANCH, TRANSCRIPT
 from connectors.records import Closed, Group, Prompt, Trajectory
 from connectors.turns import ends_of
-from connectors.branches import BRANCH, TRANSCRIPT
 from operators.llm import Text
 from operators.together import together
 from operators.user_code import TookTooLong, UserCode, clean, said
@@ -110,9 +110,18 @@ def reasoning_gym() -> Scorer:
     return reasoning_gym_score
 
 
+def feedback(sample: Scored, prompt: Prompt) -> float:
+    """ValueError: what was said about live traffic is its reward before it gets here."""
+    raise ValueError(
+        f"the reward of {prompt.task} is feedback, and nobody says anything about a prompt's own "
+        "rollouts (give such prompts a task with a scorer)"
+    )
+
+
 BUILT_IN: Final[Mapping[str, Scorer]] = {
     "exact_match": exact_match,
     "numeric_match": numeric_match,
+    "feedback": feedback,
 }
 """Pure and quick: called in place, without a thread."""
 

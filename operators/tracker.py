@@ -58,10 +58,12 @@ class TrackerState(msgspec.Struct, frozen=True):
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """One reward of one prompt."""
+    """One reward of one prompt; with `before`, in place of one that was observed before, with that
+    value."""
 
     key: str
     reward: float
+    before: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,11 +91,20 @@ class ValueTracker:
         return min(max(math.pow(2.0, -kl / self.half_life), self.rho_min), self.rho_max)
 
     def update(self, state: TrackerState, observations: Iterable[Observation]) -> TrackerState:
-        """`state` with these rewards more, one by one; ValueError for one outside [low, high]."""
+        """`state` with these rewards more, one by one; ValueError for one outside [low, high]. One
+        that replaces another is no new evidence: what there is moves from failure to success, or
+        back, by the difference, as far as there is any."""
         beliefs = dict(state.beliefs)
         for seen in observations:
+            reward = self.mapped(seen.reward, seen.key)
+            if seen.before is not None:
+                if (known := beliefs.get(seen.key)) is not None:
+                    by = reward - self.mapped(seen.before, seen.key)
+                    by = min(max(by, -known.alpha), known.beta)
+                    beliefs[seen.key] = Belief(known.alpha + by, known.beta - by, known.at)
+                continue
             before = beliefs.pop(seen.key, Belief(at=state.length))
-            reward, rho = self._mapped(seen), self.rho((state.length - before.at) ** 2)
+            rho = self.rho((state.length - before.at) ** 2)
             beliefs[seen.key] = Belief(
                 rho * before.alpha + reward, rho * before.beta + (1.0 - reward), state.length
             )
@@ -101,13 +112,13 @@ class ValueTracker:
             del beliefs[key]
         return TrackerState(beliefs, state.length)
 
-    def _mapped(self, seen: Observation) -> float:
-        if not self.low <= seen.reward <= self.high:
+    def mapped(self, reward: float, key: str = "") -> float:
+        """To [0, 1]; ValueError, naming the `key`, for one outside [low, high]."""
+        if not self.low <= reward <= self.high:
             raise ValueError(
-                f"{seen.key}: the reward must be between {self.low:g} and {self.high:g}, "
-                f"got {seen.reward}"
+                f"{key}: the reward must be between {self.low:g} and {self.high:g}, got {reward}"
             )
-        return (seen.reward - self.low) / (self.high - self.low)
+        return (reward - self.low) / (self.high - self.low)
 
 
 def moved(state: TrackerState, drift: float) -> TrackerState:

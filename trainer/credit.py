@@ -4,7 +4,8 @@
 
 A sample is what was sampled once: all its branches, `GROUP/k` and `GROUP/k/branch`. Its unit of
 credit is itself or, with `credit = "turn"`, each of its turns (connectors/turns.py). A trajectory's
-`rewards` are parts of its `reward`, earned at their tokens.
+`rewards` are parts of its `reward`, earned at their tokens. Groups that correct a label
+(`trainer.late_labels`) stand outside of the estimator and of all it normalises over.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from connectors.algorithms import estimator
 from connectors.config import Trainer
 from connectors.records import Group, Trajectory
 from connectors.turns import turns_of
-from trainer import batches
+from trainer import batches, late_labels
 from trainer.advantages import advantage
 from trainer.overdue import Weights, row_weights
 from trainer.shaping import overlong
@@ -47,7 +48,7 @@ def advantages(
     none where `too_few` gives None and `untrainable` refused no group of it."""
     if rows.num_trained == 0:
         return [np.zeros(len(mask)) for mask in rows.masks]
-    found = _estimated(groups, rows, trainer, values)
+    found = _credited(groups, rows, trainer, values)
     if weights:
         of_rows = (row_weights(t, weights) for t in trajectories(groups))
         found = [of_row * a for of_row, a in zip(of_rows, found, strict=True)]
@@ -58,7 +59,25 @@ def alone(group: Group, trainer: Trainer) -> list[Floats]:
     """As `advantages`, of a step of this group alone; what is refused in a step, beside groups that
     have trained tokens, is refused here, whether this one has any. Where an estimator compares the
     samples of a group only, that says whether the group carries any signal."""
-    return _estimated([group], batches.flatten([group]), trainer, None)
+    return _credited([group], batches.flatten([group]), trainer, None)
+
+
+def _credited(
+    groups: Sequence[Group], rows: batches.Rows, trainer: Trainer, values: Floats | None
+) -> list[Floats]:
+    """Of corrections by their own rule, of the others by the estimator."""
+    corrected = late_labels.corrected(rows, groups)
+    if not corrected.any():
+        return _estimated(groups, rows, trainer, values)
+    found = late_labels.advantages(rows, groups)
+    at = np.flatnonzero(~corrected)
+    others = rows.chosen(at.tolist())
+    if others.num_trained:
+        compared = [group for group in groups if not late_labels.is_correction(group)]
+        of_others = None if values is None else values[at]
+        for i, of_row in zip(at, _estimated(compared, others, trainer, of_others), strict=True):
+            found[i] = of_row
+    return found
 
 
 def _estimated(
@@ -88,14 +107,18 @@ def no_signal(group: Group, trainer: Trainer) -> bool:
 
 
 def too_few(groups: Sequence[Group], rows: batches.Rows, trainer: Trainer) -> str | None:
-    """Why a step of these has no advantages, or None: an estimator that normalises over the step
-    needs two of what it normalises over."""
+    """Why these have no advantages but those of corrections, or None: an estimator that normalises
+    over the step needs two of what it normalises over."""
     chosen = estimator(trainer.advantage, {})
     if rows.num_trained == 0:
         return "no_tokens"
-    if chosen.whitens and rows.num_trained == 1:
+    compared = [group for group in groups if not late_labels.is_correction(group)]
+    if not compared:
+        return None
+    num_trained = rows.num_trained_N[~late_labels.corrected(rows, groups)].sum()
+    if chosen.whitens and num_trained == 1:
         return "one_token"
-    if chosen.needs_value and sum(1 for group in groups for _ in samples(group)) < 2:
+    if chosen.needs_value and sum(1 for group in compared for _ in samples(group)) < 2:
         return "one_sample"
     return None
 

@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 
 from connectors.algorithms import MOST_REWARD, estimator, needs_behaviour
 from connectors.config import Overlong, Trainer
 from connectors.records import Coordinate, Group, Manifest, Trajectory
 from operators.tracker import TrackerState
-from trainer import batches, credit, packing, values
+from trainer import batches, credit, late_labels, packing, prequential, values
 from trainer.ages import Ages
 from trainer.engine import TrainingEngine
 from trainer.overdue import Weights, counts
@@ -82,30 +81,34 @@ def execute(
     assignment: Assignment | None = None,
     ages: Ages | None = None,
     weights: Weights | None = None,
+    labels: tuple[float, float] | None = None,
 ) -> Execution:
     """Trains one step on `groups`, in order, as `trainer` says; `untrainable` refused none of them.
     `records`: of the groups, where other ranks read theirs. `assignment`: a manifest's, to execute
     it again, ValueError when it is one of other rows; None packs the rows by the engine's budget.
     `ages`: of the groups' versions, read by `loglinear` and for the gap. `weights`: of tokens over
     age; each one's advantage is multiplied by its own, what has 0 is as if it were no token of the
-    policy's. A step whose estimator takes no values forgets those of earlier ones: it moves the
-    policy unseen."""
+    policy's. `labels`: the bounds of live traffic's labels, where the run has any: then values are
+    tracked whatever the estimator. Elsewhere a step whose estimator takes no values forgets those
+    of earlier ones: it moves the policy unseen."""
     weights = weights or {}
     rows = batches.flatten(groups, weights, ages=ages)
     rows = replace(rows, samples=credit.samples_of(groups))
     too_few = credit.too_few(groups, rows, trainer)
     if too_few is not None:  # so that the engine trains none of it
-        rows = replace(rows, masks=tuple(np.zeros_like(mask) for mask in rows.masks))
+        rows = late_labels.alone(rows, groups)
     if assignment is None:
         assignment = packing.assign(
             rows, engine.max_tokens, trainer.num_minibatches, engine.num_shares
         )
     else:
         packing.check_assignment(rows, assignment.micro_batches, trainer.num_minibatches)
-    tracker, before = values.tracker_of(trainer), engine.tracker
-    baselines = None if tracker is None else values.values(tracker, before, groups)
+    tracker, before = values.tracker_of(trainer, labels), engine.tracker
+    takes_values = values.takes_values(trainer)
+    baselines = None
+    if tracker is not None and takes_values:
+        baselines = values.values(tracker, before, groups)
     advantages = credit.advantages(groups, rows, trainer, weights=weights, values=baselines)
-    drifts = tracker is not None
     result = engine.step(
         rows,
         assignment.micro_batches,
@@ -114,19 +117,21 @@ def execute(
         trainer,
         ranks=assignment.ranks,
         origin=Origin(records=records, ages=ages or {}, weights=weights),
-        measure_drift=drifts,
+        measure_drift=takes_values,
     )
     metrics = {**result.metrics, **counts(groups, weights)}
     if tracker is None:
         engine.tracker = TrackerState()
     else:
         engine.tracker = values.learnt(tracker, before, groups, result.drift or 0.0)
-        metrics |= values.metrics(tracker, before, engine.tracker, groups)
+        metrics |= prequential.metrics(tracker, before, groups)
+        if takes_values:
+            metrics |= values.metrics(tracker, before, engine.tracker, groups)
     seconds = {f"seconds/{name}": value for name, value in result.seconds.items()}
     return Execution(
         micro_batches=assignment.micro_batches,
         ranks=assignment.ranks if engine.num_shares > 1 else (),
-        skipped=too_few or result.skipped,
+        skipped=result.skipped if rows.num_trained else too_few,
         metrics={**metrics, **seconds},
         master_changed=result.master_changed,
     )
@@ -140,6 +145,8 @@ def untrainable(
     a micro-batch."""
     if not group.trajectories:
         return "it has no trajectories"
+    if (why := late_labels.problem(group)) is not None:
+        return why
     needed_by = needs_behaviour(
         loss=trainer.loss,
         proximal=trainer.proximal,
@@ -151,7 +158,8 @@ def untrainable(
         if (why := _malformed(trajectory, group, vocabulary_size)) is not None:
             return f"{trajectory.trajectory_id}{why}"
         if needed_by and (why := batches.lacks_behaviour(trajectory, needed_by)) is not None:
-            return f"{trajectory.trajectory_id}: {why}"
+            remedy = f" ({_text_needs(trainer)})" if trajectory.behaviour == "text" else ""
+            return f"{trajectory.trajectory_id}: {why}{remedy}"
         if max_tokens is not None and len(trajectory.tokens) > max_tokens:
             return (
                 f"{trajectory.trajectory_id}: it has {len(trajectory.tokens)} tokens, a "
@@ -164,6 +172,13 @@ def untrainable(
     if (most := names.most_common(1)[0])[1] > 1:
         return f"{most[0]} is the id of {most[1]} of its trajectories"
     return _unsuited(group, list(samples.values()), trainer)
+
+
+def _text_needs(trainer: Trainer) -> str:
+    """What to set so that text is trained on."""
+    wanted = {"loss": "imitation", "correction": "none", "rejection": "none"}
+    others = [f'trainer.{k} = "{v}"' for k, v in wanted.items() if getattr(trainer, k) != v]
+    return f"text takes {', '.join(others)}"
 
 
 def _malformed(trajectory: Trajectory, group: Group, vocabulary_size: int) -> str | None:

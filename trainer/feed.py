@@ -26,29 +26,29 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
 from connectors.kafka.client import Cluster, Producer, Reader
 from connectors.kafka.tail import PolicyTail
-from connectors.records import Announcement, Coordinate, Group, Version, encode
+from connectors.records import Announcement, Group, Version, encode
 from operators.staleness.types import EngineLoad, StalenessPolicy
 from trainer import ages, overdue
 from trainer.accounts import LedgerBroken
-from trainer.ages import Ages
 from trainer.feed_state import ClosedStep, FeedState
 from trainer.intake import Intake
 from trainer.ledger import FeedCore
 from trainer.load import LoadPoll
-from trainer.overdue import Weights, reweight_of, token_weights
+from trainer.overdue import reweight_of, token_weights
 from trainer.staleness import policy_settings
 from trainer.stall import StallWatch
+from trainer.step_input import StepInput
 from trainer.step_log import Fenced
+from trainer.traffic import Allowance
 
 log = logging.getLogger(__name__)
 
@@ -66,29 +66,6 @@ class FeedFailed(RuntimeError):
     """The feed's thread died; its exception is the `__cause__` (Fenced: a newer trainer began)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepInput:
-    """What one step trains: `records` in order, `groups[i]` the decoded record i, `version` the one
-    it trains at (the manifest's is the next one), `ages` those of the groups' versions, `weights`
-    those of tokens over age. `dropped`, `settings`, the policy's `actions` (as `FeedCore` counts
-    them), the trainer's `waits` (in seconds, by what it waited for) and `mean_length` (generated
-    tokens a sample, of all that arrived since the last step) go into the manifest, `snapshot` into
-    the checkpoint of this step."""
-
-    step: int
-    version: Version
-    records: tuple[Coordinate, ...]
-    groups: tuple[Group, ...]
-    dropped: tuple[str, ...]
-    snapshot: FeedState
-    ages: Ages
-    weights: Weights = field(default_factory=dict)
-    settings: Mapping[str, float | str] = field(default_factory=dict)
-    actions: Mapping[str, int] = field(default_factory=dict)
-    waits: Mapping[str, float] = field(default_factory=dict)
-    mean_length: float | None = None
-
-
 class Feed:
     """Starts its thread at once. `state`: the ledger after the last step on the chain, folded up to
     this trainer's `Begin` (`trainer.recovery`), whose `epoch` it speaks in. The first step taken is
@@ -97,7 +74,8 @@ class Feed:
     dropped and its record goes to `dead-letters`, so that it stops nobody. `no_signal`: whether one
     that could be trained carries no reward signal; it is dropped as `filtered`. `engines`: where
     they are, for a policy that hangs on their load. `stalled` hears the text of a stall, and None
-    when it is over (on the feed's thread)."""
+    when it is over (on the feed's thread). `batch_size`: groups a step that the policy grants;
+    `allowance`: what live traffic has beside them."""
 
     def __init__(
         self,
@@ -108,6 +86,7 @@ class Feed:
         epoch: int,
         batch_size: int,
         group_size: int = 1,
+        allowance: Allowance | None = None,
         untrainable: Callable[[Group], str | None] = lambda group: None,
         no_signal: Callable[[Group], bool] = lambda group: False,
         engines: Callable[[], Sequence[str]] | None = None,
@@ -127,6 +106,7 @@ class Feed:
             prompts_topic=cluster.topic("prompts"),
             batch_size=batch_size,
             group_size=group_size,
+            allowance=allowance,
         )
         self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -164,7 +144,8 @@ class Feed:
 
     def status(self, timeout_s: float = 60.0) -> dict[str, Any]:
         """`lag` (records of `trajectories` not read yet, by partition), `waiting_for` (publish,
-        prompts, rollouts, policy, trainer), `credits`, `ready`, `running` and the ledger's counts.
+        prompts, rollouts, policy, traffic, trainer), `credits`, `ready`, `running`, `queued` (live
+        traffic), `traffic` (how it ended) and the ledger's counts.
         Raises as `published`."""
         return self._ask(self._describe, timeout_s)
 
@@ -293,7 +274,11 @@ class Feed:
             snapshot=step.snapshot,
             ages=aged,
             weights=weights,
-            settings={**policy_settings(self._core.policy), **overdue.recorded(weights)},
+            settings={
+                **policy_settings(self._core.policy),
+                **overdue.recorded(weights),
+                **self._core.traffic.settings(),
+            },
             actions=step.actions,
             waits=waits,
             mean_length=self._intake.mean_length(),
@@ -375,6 +360,8 @@ class Feed:
             "credits": self._credits,
             "ready": len(core.accounts.open) - running,
             "running": running,
+            "queued": len(core.traffic.queue),
+            "traffic": msgspec.structs.asdict(core.traffic.counts()),
             "open_step": core.version.number + 1,
             "published": str(core.published) if core.published else None,
             **core.accounts.audit_counts(),
@@ -382,10 +369,13 @@ class Feed:
 
     def _waiting_for(self) -> str:
         """What the next step needs: somebody to take the full one, a policy that commits what is
-        ready, groups in generation, prompts to grant, or a version to be published."""
+        ready, groups in generation, prompts to grant, a version to be published or, where it
+        takes nothing else, live traffic."""
         core = self._core
         if self._next is not None:
             return "trainer"
+        if not core.batch_size:
+            return "traffic"
         if core.num_ready() >= core.batch_size - len(core.committed):
             return "policy"
         if core.num_running():

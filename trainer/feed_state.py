@@ -60,6 +60,46 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
         return Counter(self.closed_by_reason) - Counter(self.dropped_by_reason)
 
 
+class Bits(msgspec.Struct, frozen=True):
+    """A set of offsets from `floor` on, the lowest in the lowest bit of the first byte
+    (`trainer.remembered`)."""
+
+    floor: int = 0
+    bits: bytes = b""
+
+
+class Queued(msgspec.Struct, frozen=True):
+    """A group of live traffic that waits for its step; `oldest` of its tokens, None of text."""
+
+    coordinate: Coordinate
+    oldest: Version | None
+
+
+class TrafficCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups of live traffic, by how they ended; `duplicates`: later terminals of one."""
+
+    trained: int = 0
+    duplicates: int = 0
+    closed_by_reason: dict[str, int] = {}
+    dropped_by_reason: dict[str, int] = {}
+
+
+class TrafficState(msgspec.Struct, frozen=True, kw_only=True):
+    """Live traffic between two steps (`trainer.traffic`).
+
+    queue    in the order in which it is trained
+    ended    by partition of a topic that names groups (TOPIC/PARTITION), which offsets have ended
+    unread   groups that ended before their terminal was read: why they were dropped, "" trained
+    dropped  as in `FeedState`
+    """
+
+    queue: tuple[Queued, ...] = ()
+    ended: dict[str, Bits] = {}
+    unread: dict[str, str] = {}
+    dropped: dict[str, str] = {}
+    counts: TrafficCounts = TrafficCounts()
+
+
 class FeedState(msgspec.Struct, frozen=True, kw_only=True):
     """The ledger between two steps.
 
@@ -79,6 +119,7 @@ class FeedState(msgspec.Struct, frozen=True, kw_only=True):
     unpublished    (version after the step, groups) of steps whose weights are not announced
     actions        of the policy since the last closed step, but for drops, counted (`FeedCore`)
     lineage        the fork of each incarnation up to the version's
+    traffic        groups of live traffic, which nobody granted: in no count above
     policy         state of the staleness policy `policy_name`
     """
 
@@ -99,6 +140,7 @@ class FeedState(msgspec.Struct, frozen=True, kw_only=True):
     unpublished: tuple[tuple[Version, int], ...] = ()
     actions: dict[str, int] = {}
     lineage: dict[int, Fork] = {}
+    traffic: TrafficState = TrafficState()
     num_admitted: int = 0
     num_arrived: int = 0
     counts: Counts = Counts()
@@ -109,9 +151,9 @@ class FeedState(msgspec.Struct, frozen=True, kw_only=True):
         """By partition of `trajectories`: the first offset that a recovery from here reads, of
         what was open or not read."""
         first = dict(enumerate(self.read))
-        for entry in self.open:
-            if (at := entry.coordinate) is not None:
-                first[at.partition] = min(first[at.partition], at.offset)
+        waiting = [e.coordinate for e in self.open if e.coordinate is not None]
+        for at in (*waiting, *(queued.coordinate for queued in self.traffic.queue)):
+            first[at.partition] = min(first[at.partition], at.offset)
         return first
 
 

@@ -9,7 +9,10 @@ from operators.staleness.types import Ledger, StalenessPolicy
 
 
 def group_credits(policy: StalenessPolicy[Any], state: Any, ledger: Ledger) -> int:
-    """Whole groups that may be granted now."""
+    """Whole groups that may be granted now; where a step takes none, the policy is not even
+    asked."""
+    if ledger.batch_size == 0:
+        return 0
     credits = policy.credits(state, ledger)
     if policy.unit == "trajectory":
         return credits // ledger.group_size

@@ -7,7 +7,8 @@ trajectories ──▶ whole? ──▶ trainable? ──▶ signal? ──▶ l
 
 After a recovery it reads again what an announcement or a manifest ended before: a dead letter is
 written once or more, never not at all, and a group is filtered as it was. A group that had arrived
-and that no step took is asked again, for the settings may be others now.
+and that no step took is asked again, for the settings may be others now; so is its age, of live
+traffic.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from connectors.records import HEADER_WRITER, Closed, Coordinate, Group
 from operators.staleness.lineage import stalest
 from trainer.actions import FILTERED, STALE
 from trainer.diagnostics import Lengths
-from trainer.feed_state import Entry
 from trainer.ledger import FeedCore
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Intake:
         dropped, and named in the log."""
         self._cluster, self._core = cluster, core
         self._producer, self._untrainable, self._no_signal = producer, untrainable, no_signal
-        self._drought = Drought(DROUGHT_STEPS * core.batch_size)
+        self._drought = Drought(DROUGHT_STEPS * (core.batch_size + core.traffic.num_places))
         self._lengths = Lengths()
         read = dict(enumerate(core.read))
         self._reader = Reader(cluster, cluster.topic("trajectories"), read)
@@ -60,7 +60,18 @@ class Intake:
         self._groups: dict[str, Group] = {}
         for entry in list(core.accounts.open.values()):
             if entry.coordinate is not None:
-                self._read_again(entry, entry.coordinate)
+                self._read_again(entry.coordinate)
+        for queued in list(core.traffic.queue.values()):
+            self._read_again(queued.coordinate)
+        self._recheck()
+
+    def _recheck(self) -> None:
+        core = self._core
+        if late := core.traffic.recheck(core.version, core.lineage):
+            log.error(
+                "%d groups of live traffic are too old by now (after a rollback or a lowered "
+                "bound): dropped as stale (%s)", len(late), ", ".join(late[:3]),
+            )  # fmt: skip
 
     def catch_up(self) -> None:
         """Takes in what the log holds already. Whoever asks the policy sooner shows it groups as
@@ -78,8 +89,8 @@ class Intake:
     def groups(self, records: Sequence[Coordinate]) -> tuple[Group, ...]:
         """The groups of a closed step; they and those that are open no more are forgotten."""
         taken = tuple(self._groups.pop(record.group_id) for record in records)
-        still_open = self._core.accounts.open
-        self._groups = {g: group for g, group in self._groups.items() if g in still_open}
+        is_open = self._core.is_open
+        self._groups = {g: group for g, group in self._groups.items() if is_open(g)}
         return taken
 
     def mean_length(self) -> float | None:
@@ -114,28 +125,29 @@ class Intake:
         core.passed(partition, start - 1)
         self._reader.seek(partition, start)
 
-    def _read_again(self, entry: Entry, record: Coordinate) -> None:
-        at = f"trajectories/{record.partition}/{record.offset} ({record.group_id})"
+    def _read_again(self, record: Coordinate) -> None:
+        group_id = record.group_id
+        at = f"trajectories/{record.partition}/{record.offset} ({group_id})"
         try:
             found = self._reader.read_at(record.partition, record.offset)
         except OffsetGone as error:
             log.error("%s is gone, its group is dropped: %s", at, error)
-            self._core.drop(entry.group_id, "no_record")
+            self._core.drop(group_id, "no_record")
             return
         try:
             group = decode_group(found.value, record.crc)
         except CorruptRecord as error:
             log.error("%s is not the record it was, its group is dropped: %s", at, error)
-            self._core.drop(entry.group_id, "malformed")
+            self._core.drop(group_id, "malformed")
             self._dead_letter(found, error)
             return
         reason, why = self._refused(group)
         if reason is None:
-            self._groups[entry.group_id] = group
+            self._groups[group_id] = group
         else:
-            self._core.drop(entry.group_id, reason)
+            self._core.drop(group_id, reason)
         if why is not None:
-            self._untrained(found, entry.group_id, why)
+            self._untrained(found, group_id, why)
 
     def _take_in(self, record: Record) -> None:
         core, at = self._core, (record.partition, record.offset)
@@ -143,9 +155,9 @@ class Intake:
             ended = terminal(record)
         except (CorruptRecord, UnknownRecord) as error:
             group_id = (record.key or b"").decode(errors="replace")
-            first = core.accounts.awaits(group_id)
+            first = core.awaits(group_id)
             core.closed(group_id, "malformed", at=at)
-            if first or not core.accounts.granted(group_id):
+            if first or not core.expected(group_id):
                 self._dead_letter(record, error)
             return
         if isinstance(ended, Closed):
@@ -155,7 +167,7 @@ class Intake:
         versions = {s.version for t in ended.trajectories for s in t.segments}
         oldest = stalest(versions, core.version, core.lineage)
         reason = why = None
-        if core.accounts.awaits(ended.group_id):
+        if core.awaits(ended.group_id):
             reason, why = self._refused(ended)
             self._lengths.add(ended)
         is_open = core.arrived(

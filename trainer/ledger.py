@@ -5,8 +5,11 @@ from and the calls made since. `snapshot()` is that state as a `FeedState`, for 
 Enter: announcements read from (or just written to) `policy`, terminals read from `trajectories`,
 manifests and forks read from `steps`. Leave: announcements to write and closed steps.
 
-Its accounts (`trainer.accounts`) know each granted group; here is what the policy makes of them. It
-promises that folding `policy` and `steps` over an older snapshot (`trainer.refold`) gives every
+Its accounts (`trainer.accounts`) know each granted group; here is what the policy makes of them.
+Groups of live traffic, which nobody grants and the policy never sees, are `trainer.traffic`'s: a
+step is full when the policy's part of it is, or, where it has none, when live traffic fills it.
+
+It promises that folding `policy` and `steps` over an older snapshot (`trainer.refold`) gives every
 group the reservation it had. So it does for the state of an auditable policy, which hangs on those
 two alone. Another's may also hang on the order of arrivals and on the engines' load: after a
 recovery it has seen what arrived since the snapshot later than it did, and goes on from the load
@@ -22,32 +25,34 @@ from typing import Any
 import msgspec
 
 from connectors.records import Announcement, Begin, Coordinate, Manifest, Version
-from operators.staleness.feasible import infeasible
 from operators.staleness.types import (
     Announced,
     Arrived,
-    Choice,
     Closed,
     Committed,
     EngineLoad,
     Event,
     Granted,
     Ledger,
-    OpenGroup,
     Requeued,
     StalenessPolicy,
 )
 from trainer.accounts import Accounts, LedgerBroken
 from trainer.actions import FILTERED, STALE, drop_reasons, drops, listed, told
-from trainer.feed_state import ClosedStep, Entry, FeedState
+from trainer.feed_state import ClosedStep, FeedState
 from trainer.grants import group_credits, spread
+from trainer.shown import Shown, resumed
+from trainer.traffic import Allowance, Traffic
 
 
 class FeedCore:
     """The ledger of one run. `accounts` say what each granted group came to; `committed` are those
     of the step that fills, in the order the policy chose; `too_old` what it dropped when it was
     last asked; `actions` what it did since the last step, counted by `holds` and
-    `cancels/THEN/REASON`; the closed step counts `drops/REASON` too."""
+    `cancels/THEN/REASON`; the closed step counts `drops/REASON` and `traffic/REASON` too.
+
+    `batch_size`: groups a step that the policy grants and chooses; 0: it is asked nothing.
+    `allowance`: what live traffic has beside them, None: nothing."""
 
     def __init__(
         self,
@@ -57,11 +62,13 @@ class FeedCore:
         prompts_topic: str,
         batch_size: int,
         group_size: int = 1,
+        allowance: Allowance | None = None,
     ) -> None:
         self.policy = policy
         self.batch_size = batch_size
         self.group_size = group_size
         self.accounts = Accounts(state, prompts_topic)
+        self.traffic = Traffic(state.traffic, allowance)
         self.version = state.version
         self.published = state.published
         self.digest = state.digest
@@ -73,10 +80,10 @@ class FeedCore:
         self.too_old: tuple[str, ...] = ()
         self.actions = Counter(state.actions)
         self._ever_held: set[str] = set()
-        self._shown: dict[str, tuple[Entry, OpenGroup]] = {}  # of each open entry
+        self._shown = Shown(group_size)
         self._mask_before: Version | None = None
         self._unpublished = list(state.unpublished)
-        self._policy_state = self._resume_policy(state)
+        self._policy_state = resumed(policy, state)
 
     # ------------------------------------------------------------------------------------ grants
     def propose(
@@ -94,7 +101,7 @@ class FeedCore:
         limits = spread(credits, self.accounts.limits, ends, turn)
         cancels = tuple(
             cancel
-            for cancel in self.policy.cancel(state, ledger)
+            for cancel in (self.policy.cancel(state, ledger) if self.batch_size else ())
             if self.accounts.may_cancel(cancel, version)
         )
         said = (self.published, self.digest, self.epoch, tuple(self.accounts.limits))
@@ -145,6 +152,19 @@ class FeedCore:
             self._observe(load)
 
     # --------------------------------------------------------------------------------- terminals
+    def awaits(self, group_id: str) -> bool:
+        """Whether the next terminal of the group is its first, and no step trained it."""
+        books = self.traffic if self.traffic.owns(group_id) else self.accounts
+        return books.awaits(group_id)
+
+    def is_open(self, group_id: str) -> bool:
+        """Granted, or in the queue, and not ended."""
+        return group_id in self.accounts.open or group_id in self.traffic.queue
+
+    def expected(self, group_id: str) -> bool:
+        """Whether it is one that was granted, or of live traffic."""
+        return self.traffic.owns(group_id) or self.accounts.granted(group_id)
+
     def arrived(
         self,
         coordinate: Coordinate,
@@ -156,8 +176,11 @@ class FeedCore:
     ) -> bool:
         """A scored group was read at `coordinate`. True if it is the group's first terminal: it is
         ready now, and its true oldest version replaces the bound of its grant. `drop_reason`: what
-        it was dropped for, if it was by a feed whose manifest never came."""
+        it was dropped for, if it was by a feed whose manifest never came. One of live traffic is
+        ready if it is in time, too."""
         self.passed(coordinate.partition, coordinate.offset)
+        if self.traffic.owns(coordinate.group_id):
+            return self.traffic.arrive(coordinate, oldest, self.version, self.lineage)
         entry = self.accounts.arrive(coordinate, oldest, newest, num_rows, drop_reason=drop_reason)
         if entry is None:
             return False
@@ -169,14 +192,18 @@ class FeedCore:
         first terminal: its credit returns."""
         if at is not None:
             self.passed(*at)
+        if self.traffic.owns(group_id):
+            return self.traffic.close(group_id, reason)
         if not self.accounts.close(group_id, reason):
             return False
         self._observe(Closed(group_id, reason))
         return True
 
     def drop(self, group_id: str, reason: str = STALE) -> bool:
-        """The feed gives up an open group, arrived or not: refunded like a closed one and listed in
-        the next step's manifest. False if it is not open."""
+        """The feed gives up an open group, arrived or not: listed in the next step's manifest and,
+        if it was granted, refunded like a closed one. False if it is not open."""
+        if self.traffic.owns(group_id):
+            return self.traffic.drop(group_id, reason)
         if group_id in self.committed or not self.accounts.drop(group_id, reason):
             return False
         self._observe(Closed(group_id, reason))
@@ -203,7 +230,17 @@ class FeedCore:
 
     # ------------------------------------------------------------------------------------- steps
     def choose(self) -> ClosedStep | None:
-        """Commits what the policy chooses; the closed step once it is full."""
+        """Commits what the policy chooses; the closed step once it is full. Live traffic is waited
+        for only where there is nothing else."""
+        if self.batch_size:
+            self._ask()
+            full = len(self.committed) == self.batch_size
+        else:
+            full = len(self.traffic.queue) >= self.traffic.num_places
+        return self._close_step() if full else None
+
+    def _ask(self) -> None:
+        """Does what the policy chooses."""
         ledger = self.ledger()
         choice = self.policy.choose(self._policy_state, ledger)
         self.too_old, held = choice.drop, frozenset(ledger.held(choice))
@@ -220,29 +257,25 @@ class FeedCore:
                 raise LedgerBroken(f"{self.policy.name} committed more than the step's free slots")
             self.committed[group_id] = None
             self._observe(Committed(group_id, self.version.number + 1))
-        return self._close_step() if len(self.committed) == self.batch_size else None
-
-    def choice(self) -> Choice:
-        """What the policy would choose now."""
-        return self.policy.choose(self._policy_state, self.ledger())
 
     def _close_step(self) -> ClosedStep:
         entries = sorted(
             (self.accounts.open[g] for g in self.committed), key=lambda entry: entry.order
         )
-        records = tuple(e.coordinate for e in entries if e.coordinate is not None)
-        version, dropped = self.version, self.accounts.dropped
-        actions, mask_before = +self.actions + drops(dropped), self._mask_before
+        granted = tuple(e.coordinate for e in entries if e.coordinate is not None)
+        records = granted + self.traffic.take()
+        version, dropped = self.version, (self.accounts.dropped, self.traffic.dropped)
+        actions, mask_before = +self.actions + drops(*dropped), self._mask_before
         for entry in entries:
             self.accounts.settle(entry, "trained", read=True)
-        self.committed, self.accounts.dropped = {}, {}
+        self.committed, self.accounts.dropped, self.traffic.dropped = {}, {}, {}
         self.actions.clear()
         self._open_next(Version(version.incarnation, version.number + 1), len(entries))
         return ClosedStep(
             step=version.number + 1,
             version=version,
             records=records,
-            dropped=listed(dropped),
+            dropped=listed(*dropped),
             actions=actions,
             mask_before=mask_before,
             snapshot=self.snapshot(),
@@ -259,27 +292,41 @@ class FeedCore:
                 f"manifest {manifest.step} cannot follow step {self.version.number}"
                 + (" with a step half filled" if self.committed else "")
             )
+        num_granted = 0
         for record in manifest.records:
-            entry = self.accounts.open.get(record.group_id)
-            if entry is None or entry.coordinate not in (None, record):
-                raise LedgerBroken(
-                    f"step {manifest.step} trained {record.group_id} at trajectories/"
-                    f"{record.partition}/{record.offset}; in the ledger it is "
-                    + ("not open" if entry is None else f"at {entry.coordinate}")
-                )
-            self._observe(Committed(record.group_id, manifest.step))
-            self.accounts.settle(entry, "trained", read=entry.coordinate is not None)
+            if self.traffic.owns(record.group_id):
+                self.traffic.trained(record)
+            else:
+                self._trained(record, manifest.step)
+                num_granted += 1
         for group_id, reason in drop_reasons(manifest).items():
+            if self.traffic.owns(group_id):
+                self.traffic.drop_recorded(group_id, reason)
+                continue
             self.drop(group_id, reason)
             self.accounts.drop_recorded(group_id, reason)
         self.actions -= told(manifest)
-        self._open_next(manifest.version, len(manifest.records))
+        self._open_next(manifest.version, num_granted)
+
+    def _trained(self, record: Coordinate, step: int) -> None:
+        entry = self.accounts.open.get(record.group_id)
+        if entry is None or entry.coordinate not in (None, record):
+            raise LedgerBroken(
+                f"step {step} trained {record.group_id} at trajectories/{record.partition}/"
+                f"{record.offset}; in the ledger it is "
+                + ("not open" if entry is None else f"at {entry.coordinate}")
+            )
+        self._observe(Committed(record.group_id, step))
+        self.accounts.settle(entry, "trained", read=entry.coordinate is not None)
 
     def apply_fork(self, begin: Begin) -> None:
         """Folds a begin that forked the run: what it excludes is dropped, and the next step trains
         in its incarnation, unless a later rollback gave that up: then it lies beyond all steps."""
         for group_id in begin.excluded:
-            self.drop(group_id, FILTERED)
+            if self.traffic.owns(group_id):
+                self.traffic.exclude(group_id)
+            else:
+                self.drop(group_id, FILTERED)
         if begin.fork is not None and begin.fork.number == self.version.number:
             self.version = Version(begin.incarnation, self.version.number)
 
@@ -311,30 +358,13 @@ class FeedCore:
             batch_size=self.batch_size,
             free_slots=self.batch_size - len(self.committed),
             group_size=self.group_size,
-            groups=self._open_groups(),
+            groups=self._shown.groups(self.accounts.open, self.committed),
             num_granted=counts.granted,
             num_trained=counts.trained,
             num_closed=counts.closed,
             num_unpublished=sum(n for v, n in self._unpublished if at is None or v > at),
             lineage=self.lineage,
         )
-
-    def _open_groups(self) -> tuple[OpenGroup, ...]:
-        """Those that the open step has not taken, in admission order. An entry that changes is
-        another one, so each is shown once: policies are asked at every arrival."""
-        known, self._shown = self._shown, {}
-        for group_id, entry in self.accounts.open.items():
-            shown = known.get(group_id)
-            if shown is None or shown[0] is not entry:
-                shown = entry, _open_group(entry, self.group_size)
-            self._shown[group_id] = shown
-        committed = self.committed
-        return tuple(shown for g, (_, shown) in self._shown.items() if g not in committed)
-
-    def num_infeasible(self) -> int:
-        """Open groups that no order of steps can train within the policy's bound."""
-        bound = self.policy.bound
-        return 0 if bound is None else len(infeasible(self.ledger(), bound))
 
     def snapshot(self) -> FeedState:
         """The state; only between steps (LedgerBroken while the open one is partly filled)."""
@@ -352,44 +382,14 @@ class FeedCore:
             lineage=dict(self.lineage),
             policy_name=self.policy.name,
             policy=msgspec.to_builtins(self._policy_state),
+            traffic=self.traffic.state(),
             **self.accounts.fields(),
         )
 
     def _observe(self, event: Event) -> None:
         self._policy_state = self.policy.observe(self._policy_state, event)
 
-    def _resume_policy(self, state: FeedState) -> Any:
-        """The policy's state from the snapshot; under another policy than the snapshot's, what it
-        makes of the groups that are open."""
-        first = self.policy.start()
-        if state.policy_name == self.policy.name:
-            return msgspec.convert(state.policy, type=type(first))
-        events: list[Event] = [] if state.published is None else [Announced(state.published)]
-        for entry in state.open:
-            events.append(Granted(entry.group_id, entry.admitted_at))
-            if entry.coordinate is not None:
-                events.append(Arrived(entry.group_id, entry.oldest, entry.newest or entry.oldest))
-        for event in events:
-            first = self.policy.observe(first, event)
-        return first
-
 
 def _or_none(version: Version | None) -> Version:
     """For comparing: below all others."""
     return Version(-1, -1) if version is None else version
-
-
-def _open_group(entry: Entry, group_size: int) -> OpenGroup:
-    running = entry.coordinate is None
-    return OpenGroup(
-        group_id=entry.group_id,
-        partition=entry.partition,
-        offset=entry.offset,
-        oldest=entry.oldest,
-        newest=entry.newest,
-        admitted_at=entry.admitted_at,
-        state="running" if running else "ready",
-        order=entry.order,
-        ready_order=entry.ready_order,
-        num_running=group_size if running else 0,
-    )

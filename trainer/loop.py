@@ -37,15 +37,17 @@ from trainer.credit import no_signal
 from trainer.diagnostics import step_metrics
 from trainer.engine import TrainingEngine
 from trainer.execute import execute, settings, untrainable
-from trainer.feed import Feed, StepInput
+from trainer.feed import Feed
 from trainer.feed_state import FeedState
 from trainer.publish import Publisher
 from trainer.recovery import Recovered, fold, max_group_size, recover
 from trainer.saving import Fence, Saver
 from trainer.schedule import rate
-from trainer.staleness import configured_policy
+from trainer.staleness import allowance_of, configured_policy, granted_per_step
+from trainer.step_input import StepInput
 from trainer.step_log import Chain, StepLog
 from trainer.tensorboard import Curves
+from trainer.traffic import labels_of
 from trainer.trim import Trimmer
 
 log = logging.getLogger(__name__)
@@ -79,8 +81,9 @@ def train(config: Config, run_dir: RunDir, stop: threading.Event | None = None) 
             policy,
             state=recovered.state,
             epoch=recovered.epoch,
-            batch_size=config.trainer.groups_per_step,
+            batch_size=granted_per_step(config),
             group_size=max_group_size(config),
+            allowance=allowance_of(config, cluster),
             untrainable=lambda group: untrainable(
                 group, config.trainer, engine.vocabulary_size, engine.max_tokens
             ),
@@ -228,6 +231,7 @@ class Loop:
             records=taken.records,
             ages=taken.ages,
             weights=taken.weights,
+            labels=labels_of(taken.settings),
         )
         trained_at = time.perf_counter()
         snapshot = self._engine.snapshot(into=self._publisher.spare())

@@ -47,9 +47,9 @@ from connectors.records import (
 from trainer.accounts import Accounts, LedgerBroken
 from trainer.actions import FILTERED, drop_reasons, drops, listed
 from trainer.ages import ages_of
-from trainer.feed import StepInput
 from trainer.feed_state import Counts, Entry, FeedState
 from trainer.recovery import Recovered
+from trainer.step_input import StepInput
 
 log = logging.getLogger(__name__)
 

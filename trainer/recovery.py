@@ -26,6 +26,7 @@ from connectors.config import Config
 from connectors.kafka.client import Cluster, Reader
 from connectors.kafka.tail import PolicyTail
 from connectors.records import Announcement, Fork, Manifest, Version
+from operators.staleness.feasible import infeasible
 from operators.staleness.types import StalenessPolicy
 from trainer import written_by
 from trainer.accounts import LedgerBroken
@@ -36,7 +37,7 @@ from trainer.feed_state import FeedState, fresh
 from trainer.ledger import FeedCore
 from trainer.reexecute import ReexecutionDiffers, reexecute
 from trainer.refold import recover as fold_ledger
-from trainer.staleness import reserves
+from trainer.staleness import allowance_of, granted_per_step, reserves
 from trainer.step_log import Chain, ChainBroken, Fenced, StepLog
 
 log = logging.getLogger(__name__)
@@ -122,8 +123,9 @@ def fold(
         policy,
         recovered.state,
         prompts_topic=cluster.topic("prompts"),
-        batch_size=config.trainer.groups_per_step,
+        batch_size=granted_per_step(config),
         group_size=max_group_size(config),
+        allowance=allowance_of(config, cluster),
     )
     announcements: list[tuple[int, Announcement]] = []
     with closing(PolicyTail(cluster, offset=core.policy_offset, epoch=core.epoch)) as tail:
@@ -135,11 +137,12 @@ def fold(
         if tail.epoch > epoch:
             raise Fenced(f"a newer trainer began epoch {tail.epoch}; epoch {epoch} is fenced")
     fold_ledger(core, announcements, recovered.chain)
-    if reserves(policy) and (late := core.num_infeasible()):
+    bound = policy.bound if core.batch_size and reserves(policy) else None
+    if bound is not None and (late := infeasible(core.ledger(), bound)):
         log.error(
             "ALARM: %d of %d open groups will be older than the bound of %s steps when they could "
             "be trained (after a rollback or a lowered bound): they will be dropped as stale",
-            late, len(core.accounts.open), policy.bound,
+            len(late), len(core.accounts.open), bound,
         )  # fmt: skip
     return core.snapshot()
 

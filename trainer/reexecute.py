@@ -17,6 +17,7 @@ from trainer.engine import TrainingEngine
 from trainer.execute import Execution, execute, recorded
 from trainer.overdue import weights_of
 from trainer.packing import Assignment
+from trainer.traffic import labels_of
 
 OnOther = Callable[[int, Coordinate, int], None]
 """Hears of a record that is not the one that was trained: the step, what was, its checksum now."""
@@ -67,6 +68,7 @@ def reexecute(
                 assignment=assigned(manifest, engine.num_shares),
                 ages=recorded_ages(manifest.settings),
                 weights=weights_of(manifest.settings),
+                labels=labels_of(manifest.settings),
             )
             digest = engine.digest()
             if digest == rebuilt.get(manifest.step, manifest.digest):

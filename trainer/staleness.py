@@ -1,4 +1,5 @@
-"""The staleness policy that a configuration names, and what a manifest says of it."""
+"""The staleness policy that a configuration names and what of a step it has, beside live traffic;
+what a manifest says of it."""
 
 from __future__ import annotations
 
@@ -6,11 +7,13 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from connectors.config import Config, ConfigError, Staleness
+from connectors.kafka.client import Cluster
 from operators.staleness import policy_for
 from operators.staleness.deadline import Deadline
 from operators.staleness.n_step_off import NStepOff
 from operators.staleness.preset import RunShape
 from operators.staleness.types import StalenessPolicy
+from trainer.traffic import Allowance, topics_of
 
 _NAME: Final = "staleness_policy"
 _BOUND: Final = "staleness_bound"
@@ -26,17 +29,53 @@ def configured_policy(config: Config) -> StalenessPolicy[Any]:
         raise ConfigError(f"staleness: {error}") from error
     if section.bound is not None and not isinstance(policy, Deadline):
         _check_bound(section.bound, policy)
+    if config.nearline is not None and isinstance(policy, Deadline):
+        _check_weights(policy)
     return policy
 
 
+def _check_weights(policy: Deadline) -> None:
+    if policy.at_deadline in ("mask", "reweight"):
+        raise ConfigError(
+            f"staleness.at_deadline: {policy.at_deadline!r} weighs a step's tokens by the version "
+            "that wrote them, and live traffic, which has a bound of its own (nearline.bound), "
+            "would be weighed with the others: with [nearline] take 'wait' or 'drop'"
+        )
+
+
 def shape_of(config: Config) -> RunShape:
-    """What the run decides for its policy; of tasks with different group sizes the largest."""
+    """What the run decides for its policy; of tasks with different group sizes the largest. A
+    policy that is asked nothing takes one group a step."""
     num_engines = len(config.engine.urls) or config.engine.count
     return RunShape(
-        batch_size=config.trainer.groups_per_step,
+        batch_size=max(1, granted_per_step(config)),
         group_size=max(task.group_size for task in config.tasks.values()),
         num_slots=num_engines * config.engine.max_running,
         num_engines=num_engines,
+    )
+
+
+def granted_per_step(config: Config) -> int:
+    """Groups of a step that the policy grants and chooses; the others are live traffic's."""
+    return config.trainer.groups_per_step - _traffic_per_step(config)
+
+
+def _traffic_per_step(config: Config) -> int:
+    if config.nearline is None:
+        return 0
+    return max(1, round(config.nearline.share * config.trainer.groups_per_step))
+
+
+def allowance_of(config: Config, cluster: Cluster) -> Allowance | None:
+    """What live traffic has of each step; None without `[nearline]`."""
+    if config.nearline is None:
+        return None
+    labels = [task.feedback for task in config.tasks.values()]
+    return Allowance(
+        num_places=_traffic_per_step(config),
+        bound=config.nearline.bound,
+        topics=topics_of(cluster),
+        labels=(min(label.low for label in labels), max(label.high for label in labels)),
     )
 
 

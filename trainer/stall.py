@@ -24,10 +24,12 @@ LOOK_S: Final = 1.0
 
 
 def is_stalled(core: FeedCore) -> bool:
-    """Whether only something from outside, or another policy, can bring the run on."""
-    if core.published != core.version or core.num_running() or core.credits() > 0:
+    """Whether only something from outside, or another policy, can bring the run on. A policy that
+    is asked nothing holds up nobody: then live traffic is waited for."""
+    waits = not core.batch_size or core.published != core.version or core.num_running()
+    if waits or core.credits() > 0:
         return False
-    choice = core.choice()
+    choice = core.policy.choose(core.policy_state, core.ledger())
     return not choice.commit and not choice.drop
 
 

@@ -17,8 +17,10 @@ class Curves:
         self._writer = SummaryWriter(str(folder), purge_step=last_step + 1, flush_secs=10)
 
     def write(self, manifest: Manifest) -> None:
+        """All its metrics but those of single versions, each of which would be a curve of its own
+        (`headwater status` has them)."""
         values = {
-            **manifest.metrics,
+            **{k: v for k, v in manifest.metrics.items() if not k.startswith("prequential/")},
             **{f"staleness/{name}": value for name, value in manifest.staleness.items()},
             "skipped": float(manifest.skipped is not None),
         }

@@ -30,6 +30,7 @@ from trainer.checkpoint import CheckpointFailed, CheckpointStore
 from trainer.checkpoint_meta import kept_on_chain
 from trainer.feed_state import FeedState
 from trainer.step_log import PARTITION, Chain, read_steps
+from trainer.traffic import Traffic, topics_of
 
 log = logging.getLogger(__name__)
 
@@ -113,12 +114,13 @@ class Trimmer:
         """Where in `rollouts` the first group lies that had not ended in `feed`. Reads on from
         where it stopped the last time."""
         topic, prompts = self._cluster.topic("rollouts"), self._cluster.topic("prompts")
+        traffic, of_traffic = Traffic(feed.traffic), topics_of(self._cluster)
         with closing(Reader(self._cluster, topic, {partition: 0})) as reader:
             start = max(reader.starts()[partition], self._rollouts.get(partition, 0))
             reader.seek(partition, start)
             self._rollouts[partition] = start
             for record in reader.read_to(reader.ends(), 100):
-                ended = _ended(record.key, prompts, feed)
+                ended = _ended(record.key, prompts, feed, traffic, of_traffic)
                 if ended is False:
                     break
                 if ended:
@@ -126,13 +128,21 @@ class Trimmer:
         return self._rollouts[partition]
 
 
-def _ended(key: bytes | None, prompts: str, feed: FeedState) -> bool | None:
+def _ended(
+    key: bytes | None,
+    prompts: str,
+    feed: FeedState,
+    traffic: Traffic,
+    of_traffic: tuple[str, ...],
+) -> bool | None:
     """Whether the group's terminal had been read; None for a key that names no group."""
     try:
         group_id = (key or b"").decode()
         origin = parse_group_id(group_id)
     except ValueError:
         return None
+    if origin.topic in of_traffic:
+        return traffic.is_over(group_id)
     if origin.topic != prompts or origin.partition >= len(feed.frontier):
         return False
     settled = origin.offset < feed.frontier[origin.partition] or includes(

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from connectors.algorithms import ESTIMATORS, LOSSES, estimator
+from connectors.config import live
 from connectors.config.log import Broker, Kafka, KafkaSecurity
 from connectors.config.nearline import Gateway, Nearline, TaskFeedback
 from connectors.config.section import MOST_STEPS, MOST_TOKENS, YEAR_S, ConfigError, Section
@@ -227,12 +228,8 @@ class Config(Section):
                 "(DeepSpeed would add gradients up in it); from 1 on they are added up in float32"
             )
         chosen = estimator(self.trainer.advantage, self.trainer.advantage_parameters)
-        if self.nearline is not None and chosen.needs_group:
-            raise ValueError(
-                f"trainer.advantage: {self.trainer.advantage} compares the trajectories of one "
-                "prompt, and live traffic has one each: with [nearline] take spo, or what compares "
-                "over the step (opo, gpg, reinforce++, reinforce++-baseline)"
-            )
+        if (problem := live.problem(self, chosen)) is not None:
+            raise ValueError(problem)
         for name, task in self.tasks.items():
             if chosen.needs_group and task.group_size < 2:
                 raise ValueError(

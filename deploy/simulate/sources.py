@@ -21,7 +21,12 @@ from deploy.simulate.calibrate import Decode, Training, decode_times, train_time
 from deploy.simulate.lengths import Lognormal, Trace
 from deploy.simulate.subjects import Configured
 from deploy.simulate.workload import WORKLOADS, Workload
-from trainer.staleness import configured_parameters, configured_policy, shape_of
+from trainer.staleness import (
+    configured_parameters,
+    configured_policy,
+    granted_per_step,
+    shape_of,
+)
 
 if TYPE_CHECKING:
     from connectors.kafka.client import Cluster
@@ -101,6 +106,11 @@ def configured(config: Config) -> Configured:
 def _sized(config: Config) -> tuple[Workload, tuple[str, ...]]:
     """What a configuration fixes; the rest is to be replaced. ConfigError for more than can be
     simulated."""
+    if not granted_per_step(config):
+        raise ConfigError(
+            "simulate: live traffic has every group of a step (nearline.share), so there is no "
+            "prompt whose staleness could be simulated"
+        )
     shape = shape_of(config)
     try:
         workload = Workload(
@@ -116,9 +126,15 @@ def _sized(config: Config) -> tuple[Workload, tuple[str, ...]]:
         )
     except ValueError as error:
         raise ConfigError(f"simulate: {error}") from error
-    if len({task.group_size for task in config.tasks.values()}) == 1:
-        return workload, ()
-    return workload, (f"assumed: groups of {shape.group_size}, the largest of the tasks'",)
+    notes = []
+    if len({task.group_size for task in config.tasks.values()}) > 1:
+        notes.append(f"assumed: groups of {shape.group_size}, the largest of the tasks'")
+    if config.nearline is not None:
+        notes.append(
+            f"left out: live traffic, so a step is {shape.batch_size} groups of "
+            f"{config.trainer.groups_per_step}"
+        )
+    return workload, tuple(notes)
 
 
 def _measured(

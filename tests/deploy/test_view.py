@@ -51,6 +51,7 @@ def status(step: int, **more: Any) -> dict[str, Any]:
         "wait_share": 0.5,
         "skipped": 0,
         "lineage": [],
+        "nearline": None,
         "given_up": {"steps": 0, "groups": 0, "tokens": 0},
         "from_step": 1,
         "incomplete": None,

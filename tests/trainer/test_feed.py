@@ -37,9 +37,10 @@ from operators.staleness.types import Choice, Ledger, StalenessPolicy
 from tests.broker_process import BrokerProcess
 from trainer import actions
 from trainer.accounts import LedgerBroken
-from trainer.feed import Feed, FeedFailed, StepInput
+from trainer.feed import Feed, FeedFailed
 from trainer.feed_state import FeedState, fresh
 from trainer.recovery import Recovered, fold
+from trainer.step_input import StepInput
 from trainer.step_log import Chain, Fenced, StepLog
 
 PARTITIONS = 2

@@ -24,12 +24,12 @@ from trainer.actions import told
 from trainer.ages import ages_of
 from trainer.checkpoint import CheckpointFailed, CheckpointStore
 from trainer.engine import TrainingEngine
-from trainer.feed import StepInput
 from trainer.feed_state import fresh
 from trainer.loop import Loop
 from trainer.overdue import recorded, weights_of
 from trainer.recovery import Recovered
 from trainer.saving import Saver
+from trainer.step_input import StepInput
 from trainer.step_log import Fenced, StepLog
 from trainer.tensorboard import Curves
 

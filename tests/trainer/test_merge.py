@@ -27,10 +27,10 @@ from tests.trainer.recorded_log import (
 )
 from trainer.accounts import LedgerBroken
 from trainer.actions import drop_reasons, metrics
-from trainer.feed import StepInput
 from trainer.feed_state import FeedState, fresh
 from trainer.merge import Merge
 from trainer.recovery import Recovered
+from trainer.step_input import StepInput
 from trainer.step_log import Chain
 
 PASSED_OVER = {CLOSED, DAMAGED, UNTRAINABLE}
