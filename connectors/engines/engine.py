@@ -31,7 +31,7 @@ from connectors.engines.types import (
     RequestRefused,
     VersionGone,
 )
-from connectors.records import FinishReason
+from connectors.records import FinishReason, Version
 
 ORPHAN_S = 600.0
 KEEP_S = 600.0
@@ -245,8 +245,8 @@ class DecodingEngine:
         """Moves samples from the queue, oldest request first, into free places of the batch."""
         version = self._weights.version
         for job in list(self._jobs.values()):
-            if job.waiting and job.is_past(version):
-                self._fail(job, VersionGone(f"holds {version}: {job.request.max_version} is past"))
+            if job.has_missed(version):
+                self._fail(job, _gone(job, version))
             if not job.waiting or not job.may_start_at(version):
                 continue
             while job.waiting:
@@ -265,6 +265,9 @@ class DecodingEngine:
         self._admit()
 
     def _finish(self, job: Job) -> None:
+        if job.has_missed(version := self._weights.version):
+            self._fail(job, _gone(job, version))
+            return
         self._drop(job)
         if not job.result.done():
             job.result.set_result(job.ordered())
@@ -296,6 +299,10 @@ class DecodingEngine:
         for sequence in job.samples:
             if self._running.pop(sequence, None) is not None:
                 self._decoder.remove(sequence)
+
+
+def _gone(job: Job, version: Version | None) -> VersionGone:
+    return VersionGone(f"holds {version}: {job.request.max_version} is past")
 
 
 def _work(request: GenerateRequest) -> tuple[object, ...]:

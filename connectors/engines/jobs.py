@@ -35,6 +35,13 @@ class Job:
         most = self.request.max_version
         return version is not None and most is not None and version > most
 
+    def has_missed(self, version: Version | None) -> bool:
+        """Whether, now that `version` is held, a sample begins too late: it began so, or it waits,
+        or is in the batch, without a token."""
+        return self.is_past(version) and any(
+            not sample.versions or self.is_past(sample.versions[0]) for sample in self.samples
+        )
+
     def complete(self, sample: int, completion: Completion) -> bool:
         """True when it was the last one."""
         self.completions[sample] = completion
