@@ -18,7 +18,16 @@ from tests.small_run import until
 from trainer import trim
 from trainer.checkpoint import CheckpointStore
 from trainer.checkpoint_meta import CheckpointMeta
-from trainer.feed_state import FIRST_VERSION, Entry, FeedState, Unread, fresh
+from trainer.feed_state import (
+    FIRST_VERSION,
+    Bits,
+    Entry,
+    FeedState,
+    Queued,
+    TrafficState,
+    Unread,
+    fresh,
+)
 from trainer.step_log import Chain, read_steps
 from trainer.trim import Trimmer
 
@@ -224,3 +233,15 @@ def test_a_broker_that_is_away_puts_it_off_and_a_bug_is_raised(
         until(lambda: trimmer._failure is not None, "the failure")
         with pytest.raises(KeyError):
             trimmer.wake()
+
+
+def test_live_traffic_goes_once_it_ended_and_what_is_queued_keeps_its_record(world: World) -> None:
+    """`rollouts` begins with prompts 3 0 5 1 2 4, all of which ended; then three sessions."""
+    calls = [f"{world.cluster.topic('agent-traffic')}/0/{offset}" for offset in (2, 7, 11)]
+    world.write("rollouts", [b"", b"", b""], calls)
+    feed = ledger(world.cluster, read=9, frontier=6)
+    ended = {calls[0].rpartition("/")[0]: Bits(0, bytes([1 << 2]))}
+    queue = (Queued(Coordinate(0, 7, 0, calls[1]), None),)
+    traffic = TrafficState(ended=ended, queue=queue)
+    world.save(3, msgspec.structs.replace(feed, traffic=traffic))
+    assert world.trim() == {"steps": 4, "trajectories": 7, "rollouts": 7}
