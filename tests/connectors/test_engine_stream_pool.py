@@ -66,7 +66,7 @@ def test_a_stream_that_breaks_goes_on_elsewhere_from_what_was_told() -> None:
         bad.script = [breaks_off(bad, 3)]
         heard = Heard()
         async with serving(bad, good), pool_of(bad, good) as pool:
-            done = await pool.stream(asked(session="s"), heard.append)
+            done = await pool.stream(asked(session="s", max_version=FIRST), heard.append)
         assert done == (whole(asked(), 0, (3, FIRST), (NUM_TOKENS, SECOND)),)
         assert heard.completions(done) == done
         (rest,) = good.requests
@@ -74,7 +74,7 @@ def test_a_stream_that_breaks_goes_on_elsewhere_from_what_was_told() -> None:
         assert rest.token_ids == (*PROMPT, *begun)
         assert rest.request_id.startswith("r+0.3.")
         assert (rest.num_samples, rest.sampling.max_tokens) == (1, NUM_TOKENS - 3)
-        assert (rest.min_version, rest.session) == (FIRST, "s")
+        assert (rest.min_version, rest.max_version, rest.session) == (FIRST, None, "s")
 
     run(main())
 
@@ -306,6 +306,23 @@ def test_a_stream_that_breaks_after_it_was_cancelled_does_not_go_on() -> None:
     run(main())
 
 
+def test_a_stream_cancelled_as_it_is_about_to_go_on_does_not() -> None:
+    async def main() -> None:
+        bad, good = two_engines()
+        bad.script = [breaks_off(bad, 3)]
+        async with serving(bad, good), pool_of(bad, good) as pool:
+            streaming = asyncio.create_task(pool.stream(asked(), Heard().append))
+            async with asyncio.timeout(30):
+                while not pool._rests:
+                    await asyncio.sleep(0)
+            partials = await pool.cancel("r")
+            assert partials == await streaming
+            assert partials == (whole(asked(), 0, (3, FIRST), reason="cancelled"),)
+            assert good.asked == []
+
+    run(main())
+
+
 def test_the_deadline_of_a_stream_is_that_of_all_its_parts() -> None:
     async def main() -> None:
         bad, good = two_engines()
@@ -379,5 +396,10 @@ def test_an_engine_that_passed_a_version_unseen_is_not_asked_twice(
             passed.script = [swaps]
             assert await pool.generate(exact) == (completion(8),)
             assert (passed.asked, holds.asked) == (["r"], ["r"])
+        passed.version = FIRST
+        async with serving(passed), pool_of(passed) as pool:
+            with pytest.raises(VersionGone):
+                await pool.generate(exact)
+            assert passed.asked == ["r", "r"]
 
     run(main())
