@@ -37,7 +37,7 @@ class Session(msgspec.Struct):
     last    when its last call ended; `heard`: the watermark (of an imported one, the wall clock)
             when that came
     until   of a `done` one: its calls up to this offset are in the group
-    judged  of a `done` one: feedback up to this offset was known to whoever wrote last
+    judged  of a `done` one: offsets of the feedback that its label, or its group, knows of
     todo    offsets of feedback that may change the label; `corrected`: of what was written for some
     reason  why it ends, or ended, untrained
     """
@@ -57,7 +57,7 @@ class Session(msgspec.Struct):
     heard: float = -math.inf
     signals: list[Signal] = []
     until: int = NOTHING
-    judged: int = NOTHING
+    judged: list[int] = []
     todo: list[int] = []
     corrected: list[int] = []
     label: Label | None = None
@@ -71,7 +71,7 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     group: int
     until: int = NOTHING
-    judged: int = NOTHING
+    judged: tuple[int, ...] = ()
     label: Label | None = None
     reason: str = ""
     late: int | None = None
@@ -118,7 +118,7 @@ class Job:
     calls: tuple[Seen, ...]
     alone: tuple[Seen, ...]
     until: int
-    judged: int
+    judged: tuple[int, ...]
     signals: tuple[Signal, ...]
     label: Label | None
     fallback: Label | None = None

@@ -49,8 +49,9 @@ class Sessions:
         for session in state.sessions.values():
             self._index(session)
         for key, early in state.early.items():
-            for one in early:
-                heapq.heappush(self._early_ends, (one.deadline, one.signal.offset, key))
+            for one in early:  # what it waits for may stand in the log, not read yet
+                deadline = max(one.deadline, self.now() + self._window_s)
+                heapq.heappush(self._early_ends, (deadline, one.signal.offset, key))
 
     # ------------------------------------------------------------------------------- what comes in
     def call(self, offset: int, call: Call) -> None:
@@ -146,7 +147,7 @@ class Sessions:
             return self._job(session, late=session.late[0])
         if not session.todo:
             return None
-        if self.state.feedback < session.judged:
+        if self.state.feedback < max(session.judged, default=NOTHING):
             self._deferred.add(name)  # what the last writer knew was not all read again yet
             return None
         rule = self._limits.rules[session.task]
@@ -244,16 +245,14 @@ class Sessions:
     def _told(self, session: Session, signal: Signal) -> None:
         if any(known.id == signal.id for known in session.signals):
             return  # the same fact again
-        rule, rewarded = self._limits.rules[session.task], session.task in self._limits.rewarded
         if session.phase != "done":
             session.signals.append(signal)
             if session.imported:
                 self._heard_import = self._clock()
-            if session.phase == "due" and rewarded:
+            if session.phase == "due" and session.task in self._limits.rewarded:
                 session.todo.append(signal.offset)  # what is being written knows nothing of it
             return
-        in_time = not rewarded or rule.counts(signal, session.last)
-        counted = signal.offset <= session.judged and in_time
+        counted = signal.offset in session.judged
         if not counted and (problem := self._untimely(session, signal)):
             session.todo = [o for o in session.todo if o != signal.offset]
             self.state.lapsed[signal.offset] = problem
@@ -308,8 +307,7 @@ class Sessions:
         late: Seen | None = None,
         correction: int | None = None,
     ) -> Job:
-        is_done = session.phase == "done"
-        known = max((signal.offset for signal in session.signals), default=NOTHING)
+        is_done, signals = session.phase == "done", ordered(signals)
         return Job(
             name=session.name,
             task=session.task,
@@ -319,8 +317,8 @@ class Sessions:
             calls=tuple(session.calls),
             alone=tuple(session.alone),
             until=session.until if is_done else session.calls[-1].offset,
-            judged=max(session.judged, known),
-            signals=tuple(ordered(signals)),
+            judged=tuple(sorted({*session.judged, *(signal.offset for signal in signals)})),
+            signals=tuple(signals),
             label=session.label,
             fallback=fallback,
             reason=session.reason,
@@ -339,19 +337,15 @@ class Sessions:
     def _apply_written(self, session: Session, fact: Fact) -> None:
         if session.phase == "open" and session.user and not fact.reason:
             self.state.trained.setdefault(session.user, []).append(session.last)
-        session.phase, session.until, session.judged = "done", fact.until, fact.judged
+        session.phase, session.until, session.judged = "done", fact.until, list(fact.judged)
         session.label, session.reason = fact.label, fact.reason
         self._imports.discard(session.name)
         seen = sorted([*session.calls, *session.late], key=lambda seen: seen.offset)
         session.calls = [one for one in seen if one.offset <= fact.until]
         session.late = [one for one in seen if one.offset > fact.until]
         signals, session.signals = session.signals, []
-        rewarded = session.task in self._limits.rewarded
         for signal in signals:
-            if not rewarded and signal.offset <= session.judged:
-                session.signals.append(signal)  # it went along, for the scorer
-            else:
-                self._told(session, signal)
+            self._told(session, signal)
         self._learn(session, fact.label)
 
     def _apply_correction(self, session: Session, fact: Fact, offset: int) -> None:
@@ -361,7 +355,7 @@ class Sessions:
             self._learn(session, fact.label)
         session.corrected.append(offset)
         session.todo = [o for o in session.todo if o != offset]
-        session.label, session.judged = fact.label, max(session.judged, fact.judged)
+        session.label, session.judged = fact.label, sorted({*session.judged, *fact.judged})
 
     def _adopt_late(self, offset: int, name: str | None) -> None:
         session = self.state.sessions.get(name or "")
