@@ -23,6 +23,7 @@ from connectors.records import Version
 from connectors.run_dir import RunDir
 from connectors.traffic import Call, decode_traffic, partition_of
 from connectors.weights import WeightsSender
+from deploy.run import plan
 from tests.broker_process import BrokerProcess
 from tests.connectors.engine_process import EngineProcess
 from tests.connectors.test_gateway_openai import digest_of
@@ -86,13 +87,11 @@ def calls(cluster: Cluster) -> list[Call]:
     found: list[Call] = []
     topic = cluster.topic("agent-traffic")
     with closing(Reader(cluster, topic, dict.fromkeys(range(PARTITIONS), 0))) as reader:
-        ends = reader.ends()
-        while any(reader.positions[p] < end for p, end in ends.items()):
-            for record in reader.poll(1.0):
-                call = decode_traffic(record.value)
-                assert isinstance(call, Call)
-                assert record.partition == partition_of(call.session, PARTITIONS)
-                found.append(call)
+        for record in reader.read_to(reader.ends()):
+            call = decode_traffic(record.value)
+            assert isinstance(call, Call)
+            assert record.partition == partition_of(call.session, PARTITIONS)
+            found.append(call)
     return found
 
 
@@ -145,3 +144,12 @@ def test_a_configuration_that_is_none_of_a_gateway_s_is_one_line(
     file.write_text(file.read_text().replace("[gateway]\n", ""))
     with pytest.raises(ConfigError, match=r"no section \[gateway\]"):
         checked(load(file))
+
+
+def test_a_run_starts_the_gateway_that_it_configures(tmp_path: Path, tiny_model_path: Path) -> None:
+    file = configuration(tmp_path, tiny_model_path)
+    names = [gang.name for gang in plan(load(file), RunDir(tmp_path / "run"), 1)]
+    assert names == ["broker", "engine-0", "gateway", "dataflow", "trainer"]
+    file.write_text(file.read_text().replace("[gateway]\n", ""))
+    without = [gang.name for gang in plan(load(file), RunDir(tmp_path / "run"), 1)]
+    assert without == ["broker", "engine-0", "dataflow", "trainer"]
