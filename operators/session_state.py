@@ -7,14 +7,14 @@ session; what was written is a `Fact`, and only facts make a session `done` (ope
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import msgspec
 
 from connectors.traffic import Call
-from operators.labels import Label, Rule, Signal, provisional
+from operators.labels import Label, Rule, Signal, ordered, provisional
 from operators.tracker import TrackerState, ValueTracker
 
 Phase = Literal["open", "closed", "due", "done"]
@@ -125,6 +125,36 @@ class Job:
     reason: str = ""
     late: Seen | None = None
     correction: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        session: Session,
+        signals: Iterable[Signal] = (),
+        *,
+        fallback: Label | None = None,
+        late: Seen | None = None,
+        correction: int | None = None,
+    ) -> Job:
+        """Of a session that is `due` or `done`."""
+        is_done, heard = session.phase == "done", ordered(signals)
+        return cls(
+            name=session.name,
+            task=session.task,
+            user=session.user,
+            key=session.key,
+            group=session.group,
+            calls=tuple(session.calls),
+            alone=tuple(session.alone),
+            until=session.until if is_done else session.calls[-1].offset,
+            judged=tuple(sorted({*session.judged, *(signal.offset for signal in heard)})),
+            signals=tuple(heard),
+            label=session.label,
+            fallback=fallback,
+            reason=session.reason,
+            late=late,
+            correction=correction,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

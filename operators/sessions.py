@@ -22,7 +22,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 
 from connectors.traffic import Call, End, Feedback
-from operators.labels import Label, Signal, ordered, provisional
+from operators.labels import Label, Signal, provisional
 from operators.session_state import NOTHING, Early, Fact, Job, Limits, Seen, Session, State
 from operators.tracker import Observation, TrackerState
 
@@ -144,7 +144,7 @@ class Sessions:
         if session.phase != "done":
             return None
         if session.late:
-            return self._job(session, late=session.late[0])
+            return Job.of(session, late=session.late[0])
         if not session.todo:
             return None
         if self.state.feedback < max(session.judged, default=NOTHING):
@@ -152,7 +152,7 @@ class Sessions:
             return None
         rule = self._limits.rules[session.task]
         signals = [s for s in session.signals if rule.corrects(s, session.last)]
-        return self._job(session, signals, correction=session.todo[0])
+        return Job.of(session, signals, correction=session.todo[0])
 
     def adopt(self, facts: Iterable[Fact]) -> None:
         """What was written, by this process or a dead one; a fact known already changes nothing."""
@@ -296,35 +296,7 @@ class Sessions:
         elif rewarded and rule.fallback is not None:
             fallback = provisional(float(rule.fallback))
         signals = [s for s in session.signals if not rewarded or rule.counts(s, session.last)]
-        return self._job(session, signals, fallback=fallback)
-
-    def _job(
-        self,
-        session: Session,
-        signals: Iterable[Signal] = (),
-        *,
-        fallback: Label | None = None,
-        late: Seen | None = None,
-        correction: int | None = None,
-    ) -> Job:
-        is_done, signals = session.phase == "done", ordered(signals)
-        return Job(
-            name=session.name,
-            task=session.task,
-            user=session.user,
-            key=session.key,
-            group=session.group,
-            calls=tuple(session.calls),
-            alone=tuple(session.alone),
-            until=session.until if is_done else session.calls[-1].offset,
-            judged=tuple(sorted({*session.judged, *(signal.offset for signal in signals)})),
-            signals=tuple(signals),
-            label=session.label,
-            fallback=fallback,
-            reason=session.reason,
-            late=late,
-            correction=correction,
-        )
+        return Job.of(session, signals, fallback=fallback)
 
     # --------------------------------------------------------------------------------------- facts
     def _apply(self, session: Session, fact: Fact) -> None:
