@@ -36,6 +36,7 @@ DEAD_LETTER_CODES: Final = (
 HEADER_KIND: Final = "kind"  # "group" | "closed"
 HEADER_WRITER: Final = "writer"  # the stage that wrote the record, for the sink's read-back
 HEADER_CRC: Final = "crc32c"  # of the value, eight hex digits
+HEADER_ID: Final = "id"  # what a recorder calls the record, for its read-back
 
 Behaviour = Literal["exact", "recomputed", "text"]
 Source = Literal["rollout", "traffic", "import"]

@@ -64,9 +64,9 @@ class Journal:
             segment = self._segments[-1]
             try:
                 _write(self._tail, frame)
-            except OSError:
+            except OSError as error:
                 self._cut(segment)
-                raise
+                raise _refusal(segment.path, error) from error
             segment.num_bytes += len(frame)
             segment.num_records += 1
             self._num_records += 1
@@ -76,6 +76,8 @@ class Journal:
         with self._guard:
             if not self._num_records:
                 return []
+            while self._segments[0].num_records == self._num_dropped:
+                self._remove_first()  # the disk took no more of it, so another was begun
             first = self._segments[0]
             end, left = first.num_bytes, first.num_records - self._num_dropped
         if self._reading is None:
@@ -123,7 +125,10 @@ class Journal:
     def _begin(self) -> None:
         self._end_tail()
         path = self._folder / f"{self._number + 1}.journal"
-        self._tail = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        try:
+            self._tail = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        except OSError as error:
+            raise _refusal(path, error) from error
         self._number += 1
         self._segments.append(Segment(path, 0, 0))
 
@@ -178,6 +183,10 @@ def _bodies(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:
         if len(body) < length or zlib.crc32(body) != crc:
             return
         yield body
+
+
+def _refusal(path: Path, error: OSError) -> OSError:
+    return OSError(error.errno, f"the journal {path} takes no record: {error.strerror}")
 
 
 def _write(descriptor: int, content: bytes) -> None:
