@@ -6,7 +6,7 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +177,7 @@ class Bench:
     text: Text
     sessions: Sessions
     http: aiohttp.ClientSession
-    headers: dict[str, str] = field(default_factory=dict)
+    serving: Calls
 
     @property
     def calls(self) -> list[Call]:
@@ -275,7 +275,7 @@ async def gateway(
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     async with aiohttp.ClientSession() as http:
         try:
-            yield Bench(url, journal, pool, text, sessions, http)
+            yield Bench(url, journal, pool, text, sessions, http, calls)
         finally:
             await calls.close(0.1)
             await runner.cleanup()

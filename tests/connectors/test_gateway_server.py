@@ -511,6 +511,12 @@ async def hang_up(bench: Bench, headers: dict[str, str] | None = None, **more: A
     await asyncio.gather(asking, return_exceptions=True)
 
 
+async def until_metric(bench: Bench, name: str, value: float) -> None:
+    async with asyncio.timeout(10):
+        while await bench.metric(name) != value:
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_leaves_one_record_that_says_so(text: Text, stream: bool) -> None:
     async def main() -> None:
@@ -523,11 +529,40 @@ def test_a_client_that_goes_away_leaves_one_record_that_says_so(text: Text, stre
             (call,) = bench.calls
             assert call.metadata == {"headwater.delivered": "false"}
             assert call.choices[0].message["content"] == "fine and well"
-            for _ in range(200):
-                if await bench.metric("disconnects_total") == 1:
-                    break
-                await asyncio.sleep(0.01)
-            assert await bench.metric("disconnects_total") == 1
+            await until_metric(bench, "disconnects_total", 1)
+
+    run(main())
+
+
+def test_a_client_that_goes_away_in_its_request_leaves_nothing(text: Text) -> None:
+    async def main() -> None:
+        async with served(text, "fine") as bench:
+            host, port = bench.url.removeprefix("http://").split(":")
+            _, writer = await asyncio.open_connection(host, int(port))
+            head = (
+                f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 500\r\n\r\n"
+            )
+            writer.write(head.encode() + b'{"model": "latest", ')
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            writer.close()
+            await until_metric(bench, "disconnects_total", 1)
+            assert bench.pool.requests == bench.journal.records == []
+
+    run(main())
+
+
+def test_a_gateway_that_stops_lets_go_of_answers_that_take_too_long(text: Text) -> None:
+    async def main() -> None:
+        async with served(text, "fine") as bench:
+            bench.pool.gate.clear()
+            asking = asyncio.create_task(bench.chat("hi"))
+            await until(lambda: bench.pool.num_running == 1)
+            await bench.serving.close(0.05)
+            status, answer = await asking
+            assert (status, answer["error"]["code"]) == (503, "engines_unavailable")
+            assert bench.pool.num_running == 0
+            assert bench.journal.records == []
 
     run(main())
 
