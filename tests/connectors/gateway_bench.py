@@ -217,6 +217,15 @@ class Bench:
     ) -> tuple[int, Any]:
         return await self.post("/v1/chat/completions", body(messages, **more), headers)
 
+    async def events(self, **more: Any) -> list[Any]:
+        """Of a streamed answer; the last is "[DONE]" if it came."""
+        url = self.url + "/v1/chat/completions"
+        async with self.http.post(url, json=body("hi", stream=True) | more) as answer:
+            assert (answer.status, answer.content_type) == (200, "text/event-stream")
+            lines = (await answer.text()).split("\n\n")
+        found = [line.removeprefix("data: ") for line in lines if line]
+        return [f if f == "[DONE]" else msgspec.json.decode(f) for f in found]
+
     async def metric(self, name: str) -> float:
         """`name` with its labels, as the gateway's /metrics has it; 0 where it is not there."""
         async with self.http.get(self.url + "/metrics") as answer:
@@ -279,6 +288,13 @@ async def gateway(
         finally:
             await calls.close(0.1)
             await runner.cleanup()
+
+
+@asynccontextmanager
+async def served(text: Text, *written: str, **settings: Any) -> AsyncIterator[Bench]:
+    """A gateway over a model that writes these answers."""
+    async with gateway(text, ScriptedPool(text, *written), **settings) as bench:
+        yield bench
 
 
 async def until(condition: Callable[[], bool]) -> None:
