@@ -23,6 +23,7 @@ from deploy.commands import (
     init,
     inspect,
     lineage,
+    logs,
     model,
     other,
     prompts,
@@ -34,7 +35,8 @@ from deploy.commands import (
 )
 
 _GROUPS = (
-    run, sft, inspect, read_log, lineage, export, other, simulate, prompts, init, roles, model,
+    run, sft, inspect, read_log, lineage, export, other, simulate, prompts, logs, init, roles,
+    model,
 )  # fmt: skip
 _DESCRIPTION = "Train LLM agents online, as a streaming job on a Kafka log."
 _EPILOG = """examples:

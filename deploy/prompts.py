@@ -55,7 +55,7 @@ def load_prompts(
     that name none; the only task of the run when it is not given."""
     if (file is None) == (generator is None):
         raise ConfigError("prompts load: give either FILE or --reasoning-gym NAME")
-    config, run_dir = _run(run)
+    config, run_dir = run_named(run)
     if task is None and len(config.tasks) == 1:
         task = next(iter(config.tasks))
     if task is not None and task not in config.tasks:
@@ -83,7 +83,8 @@ def load_prompts(
     return loaded
 
 
-def _run(run: str) -> tuple[Config, RunDir]:
+def run_named(run: str) -> tuple[Config, RunDir]:
+    """Of a run's folder, or of its TOML file."""
     if Path(run).is_file():
         config = load(run)
         return config, RunDir.of(config)
