@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Literal
 
 from connectors.arrow import CorruptRecord, checksum
@@ -31,7 +32,7 @@ from deploy.findings import Audit, History, Terminal
 from deploy.history import CLOCK_SKEW_S, Follower, Place
 from trainer.checkpoint_meta import CheckpointMeta
 from trainer.staleness import configured_policy, granted_per_step
-from trainer.traffic import topics_of
+from trainer.traffic import is_traffic, topics_of
 
 TRIES: Final = 3
 """A trainer at work may trim what is being read; then it is read anew from where it begins now."""
@@ -56,6 +57,7 @@ def _audit(config: Config, run_dir: RunDir, cluster: Cluster) -> Audit:
     grant is, and that before `steps`, where its version was made."""
     check_partitions(config, cluster)
     partitions = range(config.kafka.partitions)
+    traffic_topics = topics_of(cluster) if config.nearline is not None else ()
     with ExitStack() as opened:
         terminals = _Lanes(cluster, partitions, opened)
         prompts = opened.enter_context(closing(Follower(cluster, "prompts", partitions)))
@@ -83,7 +85,8 @@ def _audit(config: Config, run_dir: RunDir, cluster: Cluster) -> Audit:
                 prompt_ends=prompts.ends,
                 base=base,
                 arrived=_arrived(cluster, base),
-                traffic_topics=topics_of(cluster) if config.nearline is not None else (),
+                traffic_topics=traffic_topics,
+                sessions=partial(_sessions, cluster, partitions, traffic_topics),
             )
         )
     found.chain_breaks += [*steps.unreadable.values(), *policy.unreadable.values()]
@@ -144,6 +147,18 @@ class _Rollouts:
             for record in follower.news():
                 if (place := keys.pop(record.key or b"", None)) is not None:
                     yield place, record.timestamp_ms / 1000.0
+
+
+def _sessions(
+    cluster: Cluster, partitions: Sequence[int], names: tuple[str, ...]
+) -> Iterator[tuple[str, int, float]]:
+    if not names:
+        return
+    with closing(Follower(cluster, "rollouts", partitions)) as follower:
+        for record in follower.news():
+            group_id = (record.key or b"").decode(errors="replace")
+            if is_traffic(group_id, names):
+                yield group_id, record.partition, record.timestamp_ms / 1000.0
 
 
 def _arrived(cluster: Cluster, base: CheckpointMeta | None) -> list[Terminal]:

@@ -111,7 +111,8 @@ def _traffic(ended: Mapping[str, int]) -> list[str]:
     hows = ("trained", "closed", "dropped", "queued")
     told = " + ".join(f"{ended[how]} {how}" for how in hows)
     again = f" ({ended['duplicates']} more were second ones)" if ended["duplicates"] else ""
-    return [f"live traffic {sum(ended[how] for how in hows)} = {told}{again}"]
+    scoring = f", {ended['scoring']} more wait for their reward" if ended["scoring"] else ""
+    return [f"live traffic {sum(ended[how] for how in hows)} = {told}{again}{scoring}"]
 
 
 def _dropped(by_reason: Mapping[str, int]) -> list[str]:

@@ -68,12 +68,14 @@ class TrafficAudit:
         elif group_id in self._seen or self._ended_before(group_id):
             self._num_duplicates += 1
             self._again.add(group_id)
-        elif group_id in self._fates:  # a step listed it before it was read here
-            self._seen.add(group_id)
         elif terminal.kind == "group":
-            self._enqueue(terminal)
-        else:
+            if group_id in self._fates:  # a step listed it before it was read here
+                self._seen.add(group_id)
+            else:
+                self._enqueue(terminal)
+        else:  # what was excluded before it was read, and closes, is no drop any more
             self._seen.add(group_id)
+            self._counts[_DROPPED] -= self._fates.get(group_id) == _DROPPED
             self._end(group_id, _CLOSED)
             self._found.closed_by_reason[terminal.reason] += 1
 
@@ -116,9 +118,17 @@ class TrafficAudit:
                     )
         self._trained_to.clear()
 
-    def finish(self) -> None:
-        """What is dropped after it ended was dropped for a second terminal, which came too late to
-        be known as one; what has no terminal at all was none of the run's."""
+    def has_terminal(self, group_id: str) -> bool:
+        """In the log, or before the part of it that is kept."""
+        lane, _, offset = group_id.rpartition("/")
+        before = self._before.get(lane)
+        known = before is not None and before.has(int(offset)) is not False
+        return group_id in self._seen or (known and group_id not in self._unread)
+
+    def finish(self, num_unscored: int) -> None:
+        """`num_unscored` groups have no terminal yet. What is dropped after it ended was dropped
+        for a second terminal, which came too late to be known as one; what is dropped and has no
+        terminal was none of the run's."""
         found = self._found
         found.settled_twice += [g for g in self._dropped_again if g not in self._again]
         found.ungranted += [
@@ -129,6 +139,7 @@ class TrafficAudit:
         found.traffic = {
             **{how: self._counts[how] for how in (_TRAINED, _CLOSED, _DROPPED)},
             _QUEUED: len(self._queued),
+            "scoring": num_unscored,
             "duplicates": self._num_duplicates,
         }
 

@@ -242,7 +242,7 @@ class Auditor:
             if t.offset < self._history.terminal_ends.get(t.partition, 1 << 62)
         ]
         self._overdue()
-        self._traffic.finish()
+        self._traffic.finish(self._unscored_sessions())
         scoring = self._unscored()
         base = self._history.base
         num_trained = self._num_trained + (base.feed.counts.trained if base else 0)
@@ -287,13 +287,25 @@ class Auditor:
         count = 0
         for place, written_at in self._history.rollouts(missing, min(missing.values())):
             count += 1
-            worked_s = self._activity[place[0]].since(written_at)
-            if worked_s > self._history.patience_s:
-                self.found.lost.setdefault(
-                    self._prompts.id_of(place),
-                    f"generated, and not scored in {worked_s:.0f} s in which others were",
-                )
+            self._look_at_unscored(self._prompts.id_of(place), place[0], written_at)
         return count
+
+    def _unscored_sessions(self) -> int:
+        """The same of live traffic."""
+        count = 0
+        for group_id, partition, written_at in self._history.sessions():
+            if not self._traffic.has_terminal(group_id):
+                count += 1
+                self._look_at_unscored(group_id, partition, written_at)
+        return count
+
+    def _look_at_unscored(self, group_id: str, partition: int, written_at: float) -> None:
+        worked_s = self._activity[partition].since(written_at)
+        if worked_s > self._history.patience_s:
+            self.found.lost.setdefault(
+                group_id,
+                f"in rollouts, and not scored in {worked_s:.0f} s in which others were",
+            )
 
 
 def _closed(base: FeedState) -> Counter[str]:

@@ -48,6 +48,7 @@ class History:
     base         where the kept part of the log begins, None for a whole one; `arrived`: terminals
                  of the groups that were ready there, or in the queue
     traffic_topics   full names of those whose records name groups of live traffic
+    sessions     those groups in `rollouts`: id, partition, when it was written
     """
 
     prompts_topic: str
@@ -66,6 +67,7 @@ class History:
     base: CheckpointMeta | None = None
     arrived: Sequence[Terminal] = ()
     traffic_topics: tuple[str, ...] = ()
+    sessions: Callable[[], Iterable[tuple[str, int, float]]] = tuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

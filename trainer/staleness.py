@@ -57,13 +57,8 @@ def shape_of(config: Config) -> RunShape:
 
 def granted_per_step(config: Config) -> int:
     """Groups of a step that the policy grants and chooses; the others are live traffic's."""
-    return config.trainer.groups_per_step - _traffic_per_step(config)
-
-
-def _traffic_per_step(config: Config) -> int:
-    if config.nearline is None:
-        return 0
-    return max(1, round(config.nearline.share * config.trainer.groups_per_step))
+    num_groups = config.trainer.groups_per_step
+    return num_groups - (config.nearline.places(num_groups) if config.nearline else 0)
 
 
 def allowance_of(config: Config, cluster: Cluster) -> Allowance | None:
@@ -72,7 +67,7 @@ def allowance_of(config: Config, cluster: Cluster) -> Allowance | None:
         return None
     labels = [task.feedback for task in config.tasks.values()]
     return Allowance(
-        num_places=_traffic_per_step(config),
+        num_places=config.nearline.places(config.trainer.groups_per_step),
         bound=config.nearline.bound,
         topics=topics_of(cluster),
         labels=(min(label.low for label in labels), max(label.high for label in labels)),

@@ -28,6 +28,15 @@ def problem(config: Config, chosen: Estimator) -> str | None:
                 )
     if config.nearline is None:
         return None
+    num_groups = config.trainer.groups_per_step
+    if config.nearline.places(num_groups) == num_groups:
+        for name, task in config.tasks.items():
+            if task.prompts is not None:
+                return (
+                    f"tasks.{name}.prompts: with nearline.share = {config.nearline.share:g} all "
+                    f"{num_groups} groups of a step are live traffic's and no prompt is ever "
+                    "granted: leave the prompts out, or lower the share"
+                )
     if config.trainer.source is not None:
         return (
             "trainer.source: a shadow trains in the order of the grants, and live traffic has "

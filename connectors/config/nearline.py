@@ -46,6 +46,11 @@ class Nearline(Section):
     tokens_per_session: int | None = Field(None, ge=1)
     """Trained tokens; later branches beyond them are left out."""
 
+    def places(self, groups_per_step: int) -> int:
+        """Of a step's groups, those that are live traffic's; at least one."""
+        return max(1, round(self.share * groups_per_step))
+
+
 
 class TaskFeedback(Section):
     window_s: float = Field(3600.0, gt=0, le=YEAR_S)

@@ -52,6 +52,13 @@ def test_feedback_needs_live_traffic_and_goes_with_no_prompts_of_its_own() -> No
         refused(f"tasks.chat.{key}: nobody says anything", task={key: "file.jsonl"})
 
 
+def test_prompts_that_no_step_has_room_for_are_refused() -> None:
+    task = {"reward": "exact_match", "prompts": "file.jsonl"}
+    refused("tasks.chat.prompts: with nearline.share = 1 all 8 groups of a step are", task=task)
+    configured(task=task, nearline={"share": 0.9})
+    refused("tasks.chat.prompts: ", task=task, nearline={"share": 0.95})
+
+
 def test_a_shadow_of_live_traffic_is_refused() -> None:
     source = {"run": "r", "grants": "a", "namespace": "b", "starts": [0]}
     refused("trainer.source: a shadow trains in the order of the grants", source=source)

@@ -123,7 +123,7 @@ def test_a_right_log_counts_its_sessions_apart_and_its_drops_by_reason() -> None
     found = audit(TrafficLog().history())
     assert found.ok, found
     assert found.traffic == {
-        "trained": 2, "closed": 1, "dropped": 1, "queued": 1, "duplicates": 0,
+        "trained": 2, "closed": 1, "dropped": 1, "queued": 1, "duplicates": 0, "scoring": 0,
     }  # fmt: skip
     assert found.groups["trained"] == 4
     assert found.dropped_by_reason == {"stale": 1}
@@ -202,6 +202,22 @@ def test_a_second_terminal_is_counted_and_its_late_drop_is_no_finding() -> None:
     assert found.traffic["duplicates"] == 1
     log.terminals.pop()
     assert audit(log.history()).settled_twice == [one.group_id]
+
+
+def test_a_session_that_is_not_scored_while_many_others_are_is_lost() -> None:
+    log = TrafficLog()
+    one = log.sessions["one"].group_id
+    late = "headwater.agent-traffic/1/30"
+
+    def audited_with() -> Audit:
+        ended = [(one, 0, 1.0), (late, 1, 50.0)]
+        return audit(replace(log.history(), sessions=lambda: ended))
+
+    found = audited_with()
+    assert (found.ok, found.traffic["scoring"]) == (True, 1)
+    again = log.terminals[-1]
+    log.terminals += [replace(again, offset=40 + k, written_at=50.0 + 9 * k) for k in range(13)]
+    assert list(audited_with().lost) == [late]
 
 
 def test_the_bound_of_a_session_is_its_own_and_text_has_none() -> None:

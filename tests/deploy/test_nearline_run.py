@@ -159,7 +159,7 @@ def test_a_killed_trainer_of_live_traffic_trains_each_session_once_and_replays(
     found = audit_run(run.config(), run.run_dir, run.cluster)
     assert found.ok, found
     assert found.traffic == {
-        "trained": 8, "closed": 1, "dropped": 2, "queued": 0, "duplicates": 0,
+        "trained": 8, "closed": 1, "dropped": 2, "queued": 0, "duplicates": 0, "scoring": 0,
     }  # fmt: skip
     assert found.dropped_by_reason == {"malformed": 1, "stale": 1}
     again = replay(run.cluster, run.run_dir, run.config())
