@@ -116,7 +116,7 @@ def _prompt(log: Cluster, origin: Origin, trimmed: list[str]) -> Any:
     """The prompt as JSON, its text when it is none, None where there is no record (any more)."""
     with closing(Reader(log, origin.topic, {origin.partition: 0})) as reader:
         if not 0 <= origin.offset < reader.ends()[origin.partition]:
-            raise ConfigError(f"{origin}: there is no such prompt in the log")
+            raise ConfigError(f"{origin}: there is no such record in the log")
         try:
             value = reader.read_at(origin.partition, origin.offset).value
         except OffsetGone:

@@ -14,6 +14,7 @@ traffic.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 WRITER: Final = "feed"
 DROUGHT_STEPS: Final = 10
 """So many steps' worth of groups, all filtered one after the other, are a warning."""
+QUEUED_STEPS: Final = 64
+"""So many steps' worth of live traffic are read ahead."""
 
 
 class Intake:
@@ -78,13 +81,28 @@ class Intake:
         running that ended long ago."""
         for record in self._reader.read_to(self._reader.ends()):
             self._take_in(record)
+            if self._is_sated():
+                for partition, offset in enumerate(self._core.read):
+                    self._reader.seek(partition, offset)
+                return
 
     def read(self, timeout_s: float) -> bool:
         """Takes in what is there within `timeout_s`; whether there was anything."""
+        if self._is_sated():
+            time.sleep(timeout_s)
+            return False
         records = self._reader.poll(timeout_s)
         for record in records:
             self._take_in(record)
         return bool(records)
+
+    def _is_sated(self) -> bool:
+        """Whether the queue of live traffic is long enough for now, so that the rest, such as an
+        imported log, waits in the topic and not in memory. Not while prompts run: their terminals
+        lie behind it."""
+        core = self._core
+        most = QUEUED_STEPS * max(core.traffic.num_places, 1)
+        return len(core.traffic.queue) >= most and not core.num_running()
 
     def groups(self, records: Sequence[Coordinate]) -> tuple[Group, ...]:
         """The groups of a closed step; they and those that are open no more are forgotten."""

@@ -51,7 +51,6 @@ class Nearline(Section):
         return max(1, round(self.share * groups_per_step))
 
 
-
 class TaskFeedback(Section):
     window_s: float = Field(3600.0, gt=0, le=YEAR_S)
     """Attribution window: feedback counts until so long after the session's last call."""

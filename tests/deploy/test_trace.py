@@ -73,7 +73,7 @@ def test_a_group_in_the_making_has_no_terminal_yet(log: WrittenLog) -> None:
 )
 def test_an_id_that_is_none_is_one_clear_line(wanted: str, log: WrittenLog) -> None:
     wanted = wanted.format(log.cluster.topic("prompts"))
-    with pytest.raises(ConfigError, match=r"no id of this run|no such prompt|has 2 trajectories"):
+    with pytest.raises(ConfigError, match=r"no id of this run|no such record|has 2 trajectories"):
         traced(log, wanted)
 
 

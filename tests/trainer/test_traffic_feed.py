@@ -8,10 +8,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from connectors.arrow import encode_group
+from connectors.arrow import checksum, encode_group
 from connectors.config import Config, ConfigError, parse
 from connectors.kafka.client import Cluster, read_all
-from connectors.records import Closed, Fork, Group, Manifest, Origin, Version, encode
+from connectors.records import (
+    HEADER_CRC,
+    HEADER_KIND,
+    Closed,
+    Fork,
+    Group,
+    Manifest,
+    Origin,
+    Version,
+    encode,
+)
 from tests.trainer.session_groups import session_group
 from tests.trainer.test_feed import PARTITIONS, World, as_manifest, eventually, taken, v
 from trainer.feed import Feed
@@ -255,6 +265,25 @@ def test_text_waits_its_turn_at_any_age(world: TrafficWorld) -> None:
     for offset in range(8):
         world.session(0, offset, None)
     assert [offsets(taken(feed)) for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_a_long_backlog_waits_in_the_topic_and_none_of_it_is_lost(
+    world: TrafficWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.intake.QUEUED_STEPS", 2)
+    num = 1200  # more than two polls return
+    for offset in range(num):
+        group = session_group(world.call(0, offset), None)
+        value = encode_group(group)
+        headers = {HEADER_KIND: "group", HEADER_CRC: f"{checksum(value):08x}"}
+        topic, key = world.cluster.topic("trajectories"), group.group_id.encode()
+        world.producer.send(topic, 0, value, key=key, headers=headers)
+    world.producer.flush()
+    feed = world.start()
+    assert eventually(lambda: feed.status()["waiting_for"] == "trainer")
+    for _ in range(3):
+        assert feed.status()["lag"][0] > num // 4, "it does not read on while nobody takes a step"
+    assert [o for _ in range(num // 2) for o in offsets(taken(feed))] == list(range(num))
 
 
 @pytest.mark.parametrize(
