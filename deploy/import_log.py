@@ -155,6 +155,8 @@ def _count(record: tuple[str, Call | Feedback], config: Config | None, done: Imp
 def _log(config: Config, run_dir: RunDir) -> Iterator[Cluster]:
     """The run's log, with the topics; no other import writes into it meanwhile."""
     folder = home(config, run_dir).path
+    if not folder.exists():
+        raise ConfigError(f"{folder}: does not exist; a run has a log once it was started")
     try:
         lock = FileLock(folder / LOCK)
     except Locked as error:

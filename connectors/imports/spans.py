@@ -50,7 +50,9 @@ class Spans:
             except ValueError as error:
                 yield LeftOut("bad_record", str(error))
 
-    def _span(self, span: dict[str, Any], about: Flat, clock: Clock) -> Iterator[Call | Feedback]:
+    def _span(
+        self, span: dict[str, Any], about: Flat, clock: Clock
+    ) -> Iterator[Call | Feedback | LeftOut]:
         trace, number = text(span, "traceId", "trace_id"), text(span, "spanId", "span_id")
         session = _conversation(about) or self._conversations.get(trace) or trace
         called = text(about, "gen_ai.response.id") or f"{trace}-{number}".strip("-")
@@ -58,9 +60,9 @@ class Spans:
         found = list(_feedback(span, session, called if is_call else None, about))
         if not is_call and not found:
             raise LeftOut("not_a_call", f"a span of {text(about, 'gen_ai.operation.name') or '?'}")
+        yield from found
         if is_call:
             yield _call(span, about, session, called, clock)
-        yield from found
 
 
 def _spans(row: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], Flat]]:
@@ -116,14 +118,15 @@ def _conversation(about: Flat) -> str:
 
 def _feedback(
     span: dict[str, Any], session: str, called: str | None, about: Flat
-) -> Iterator[Feedback]:
+) -> Iterator[Feedback | LeftOut]:
     for n, event in enumerate(_objects(span.get("events"))):
         if event.get("name") != _EVALUATION:
             continue
         said = _attributes(event)
         value = said.get("gen_ai.evaluation.score.value")
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise LeftOut("score_without_number", "an evaluation has no number")
+            yield LeftOut("score_without_number", "an evaluation has no number")
+            continue
         time = first(event, "timeUnixNano", "time_unix_nano") or first(span, "endTimeUnixNano")
         yield Feedback(
             id=f"{text(span, 'traceId', 'trace_id')}-{text(span, 'spanId', 'span_id')}-{n}",

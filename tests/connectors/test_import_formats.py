@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -162,6 +164,15 @@ def test_an_evaluation_of_a_span_is_feedback_about_its_call() -> None:
     assert said.time == 1790000010.0
 
 
+def test_an_evaluation_without_a_number_leaves_the_call_its_span_is(tmp_path: Path) -> None:
+    row = json.loads((SAMPLES / "otel.jsonl").read_text().splitlines()[0])
+    (event,) = row["resourceSpans"][0]["scopeSpans"][0]["spans"][2]["events"]
+    event["attributes"][1]["value"] = {"stringValue": "good"}
+    path = write(tmp_path / "otel.jsonl", row)
+    assert [call.id for call in calls(path)] == ["resp-1", "resp-2"]
+    assert "score_without_number" in reasons(path)
+
+
 # ---------------------------------------------------------------------------------------- langfuse
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
 def test_langfuse_generations_are_calls_and_numbers_are_feedback(
@@ -236,7 +247,24 @@ def test_sharegpts_function_calls_and_observations_keep_their_roles() -> None:
     assert reasons(SAMPLES / "sharegpt.jsonl") == ["no_answer"]
 
 
-# ------------------------------------------------------------------------------------------ all
+@pytest.mark.parametrize(("sample", "learnt"), [("messages", [1, 1]), ("sharegpt", [1, 1])])
+def test_the_calls_of_a_transcript_are_one_row_that_learns_each_turn(
+    sample: str, learnt: list[int]
+) -> None:
+    asked: list[list[int]] = []
+
+    def tokenise(messages: Any, tools: Any) -> Any:
+        asked.append([m["weight"] for m in messages if m["role"] == "assistant"])
+        return [(np.arange(4, dtype=np.int32), np.array([False, True, True, True]))]
+
+    found = calls(SAMPLES / f"{sample}.jsonl")
+    session = [call for call in found if call.session == found[0].session]
+    (row,), problems = assemble(session, temperature=1.0, tokenise=tokenise)
+    assert (asked, problems) == ([learnt], [])
+    assert (row.behaviour, row.row.turns) == ("text", 2)
+
+
+# -------------------------------------------------------------------------------------------- all
 def test_every_sample_reads_the_same_twice_under_ids_of_its_own() -> None:
     first, again = read(SAMPLES), read(SAMPLES)
     named = [record for record in first if not isinstance(record, LeftOut)]
@@ -246,3 +274,9 @@ def test_every_sample_reads_the_same_twice_under_ids_of_its_own() -> None:
 
 def test_a_format_that_is_asked_for_leaves_out_lines_of_others() -> None:
     assert set(reasons(SAMPLES / "sharegpt.jsonl", "openai")) == {"other_format"}
+
+
+def test_the_documentation_gives_each_reason_once() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "logs.md").read_text().split("## Left out")[1]
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(REASONS)
