@@ -25,11 +25,14 @@ def is_correction(group: Group) -> bool:
 
 
 def before(group: Group) -> float:
-    """The label that a correction corrects; NaN where it says none."""
+    """The label that a correction corrects, as the record of that group holds it; NaN where it says
+    none."""
     try:
-        return float(group.trajectories[0].metadata.get(BEFORE, ""))
+        said = float(group.trajectories[0].metadata.get(BEFORE, ""))
     except ValueError:
         return math.nan
+    with np.errstate(over="ignore"):
+        return float(np.float32(said))
 
 
 def gain(group: Group) -> float:

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from connectors.arrow import decode_group, encode_group
 from connectors.branches import BEFORE
 from connectors.config import Trainer
 from connectors.records import Group, Version
 from operators.tracker import Belief, TrackerState, ValueTracker
 from tests.trainer.session_groups import correction, session_group
 from tests.trainer.training import open_engine
-from trainer import batches, credit, values
+from trainer import batches, credit, late_labels, values
 from trainer.credit import no_signal
 from trainer.engine import TrainingEngine
 from trainer.execute import Execution, execute, untrainable
@@ -82,6 +83,13 @@ def test_a_correction_of_no_difference_carries_no_signal() -> None:
     assert not no_signal(corrected(1, 0.5, 0.0), settings)
     assert no_signal(session(1, 0.0), settings), "a lone one of no reward"
     assert not no_signal(session(1, 1.0), settings)
+
+
+def test_a_label_that_float32_does_not_hold_exactly_is_corrected_by_no_rounding() -> None:
+    """As records do: the job says what the label was as Python does."""
+    late = decode_group(encode_group(corrected(1, 0.1, 0.1)))
+    assert late.trajectories[0].metadata[BEFORE] == "0.1"
+    assert late_labels.gain(late) == 0.0
 
 
 @pytest.mark.parametrize("said", ["", "nan", "much", "1e300"])
