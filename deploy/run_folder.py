@@ -32,7 +32,7 @@ from connectors.prompt_lines import GENERATOR_PREFIX
 from connectors.run_dir import RunDir
 from deploy.errors import EnvironmentFailure
 from deploy.model import build
-from operators import agents, rewards
+from operators import agents, labels, rewards
 from trainer.staleness import configured_policy
 
 LOCK: Final = "run.lock"
@@ -183,6 +183,7 @@ def _table(config: Config, run_dir: RunDir, before: Config | None) -> dict[str, 
             table["kafka"]["security"],
             ("ssl_cafile", "ssl_certfile", "ssl_keyfile", "sasl_password_file"),
         ),
+        (table.get("gateway", {}), ("keys_file",)),
     ):
         section.update({key: _absolute(config, section[key]) for key in keys if key in section})
     if config.checkpoint.url is not None and "://" not in config.checkpoint.url:
@@ -191,6 +192,8 @@ def _table(config: Config, run_dir: RunDir, before: Config | None) -> dict[str, 
         for key in ("agent", "reward", "prompts", "eval_prompts"):
             if key in task:
                 task[key] = _absolute_spec(config, task[key], is_file=key.endswith("prompts"))
+        combine = task["feedback"]["combine"]
+        task["feedback"]["combine"] = _absolute_spec(config, combine, is_file=False)
     return table
 
 
@@ -234,9 +237,14 @@ def check_files(config: Config) -> None:
                 and not config.resolve(value).is_file()
             ):
                 raise ConfigError(f"tasks.{name}.{key}: there is no file {config.resolve(value)}")
-        for key, built_in in (("agent", agents.BUILT_IN), ("reward", rewards.NAMES)):
+        named = (
+            ("agent", task.agent, agents.BUILT_IN),
+            ("reward", task.reward, rewards.NAMES),
+            ("feedback.combine", task.feedback.combine, labels.COMBINE),
+        )
+        for key, spec, built_in in named:
             try:
-                plugins.check(getattr(task, key), config.base_dir, built_in)
+                plugins.check(spec, config.base_dir, built_in)
             except ConfigError as error:
                 raise ConfigError(f"tasks.{name}.{key}: {error}") from error
 

@@ -58,7 +58,8 @@ def test_a_runs_configuration_is_absolute_and_whole(folder: Folder) -> None:
     prepared = prepare(
         folder.load(
             "tasks.sums.prompts=p.jsonl", "tasks.sums.reward=mine.py:score", "run.seed=7",
-            "checkpoint.url=kept",
+            "checkpoint.url=kept", "tasks.sums.feedback.combine=mine.py:score",
+            "gateway.keys_file=keys",
         ),
         folder.run_dir,
     )  # fmt: skip
@@ -67,6 +68,8 @@ def test_a_runs_configuration_is_absolute_and_whole(folder: Folder) -> None:
     assert table["model"]["path"] == str(folder.path / "model")
     assert table["tasks"]["sums"]["prompts"] == str(folder.path / "p.jsonl")
     assert table["tasks"]["sums"]["reward"] == f"{folder.path / 'mine.py'}:score"
+    assert table["tasks"]["sums"]["feedback"]["combine"] == f"{folder.path / 'mine.py'}:score"
+    assert table["gateway"]["keys_file"] == str(folder.path / "keys")
     assert table["checkpoint"]["url"] == str(folder.path / "kept")
     assert table["run"]["seed"] == 7
     assert table["broker"]["port"] > 0
