@@ -310,3 +310,35 @@ def test_a_configuration_without_the_section_or_with_an_unknown_function_is_refu
     file.write_text(file.read_text().replace("[nearline]\nidle_s = 1.0\n", ""))
     with pytest.raises(ConfigError, match="no section"):
         settings_of(load(file, ["tasks.t.reward=exact_match"]), text, recompute)
+
+
+def test_an_imported_log_of_texts_becomes_rows_that_learn_each_answer_once(
+    cluster: Cluster, run: RunDir, model: Path
+) -> None:
+    def turn(id: str, messages: list[dict[str, Any]], answer: str, at: float) -> Call:
+        return call(
+            id, None, choice(None, text=answer), time=at, session="s", source="import",
+            messages=messages, model="gpt-9", temperature=None,
+        )  # fmt: skip
+
+    asked = [{"role": "user", "content": "one"}]
+    more = [
+        *asked,
+        {"role": "assistant", "content": "yes", "refusal": None},
+        {"role": "user", "content": "two"},
+    ]
+    produce(cluster, turn("s/b", more, "no", 1e6), turn("s/a", asked, "yes", 0.0))
+    produce(cluster, said("1", 0.5, time=1e6, session="s"), *session("live", 2e9, task="scored"))
+    finished(cluster, run, 2)
+    (group,) = groups(cluster, "s")
+    (row,) = group.trajectories
+    text = Text(model)
+    assert (row.source, row.behaviour, row.segments) == ("import", "text", ())
+    assert np.isnan(row.logprobs).all()
+    assert row.reward == 0.5
+    assert text.decode(row.tokens, special=True) == (
+        "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
+        "<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\nno<|im_end|>\n"
+    )
+    assert text.decode(row.tokens[row.loss_mask == 1]) == "yesno"
+    assert row.metadata[CALLS] == "s/a s/b"
