@@ -32,11 +32,18 @@ class TrafficWorld(World):
     within `traffic_bound`."""
 
     def __init__(
-        self, make: Make, batch_size: int, num_partitions: int, *, num_places: int, bound: int
+        self,
+        make: Make,
+        batch_size: int,
+        num_partitions: int,
+        *,
+        num_places: int,
+        bound: int,
+        drops: bool = False,
     ) -> None:
         self.num_places, self.traffic_bound, self.highest_bound = num_places, bound, bound
         self.next_call = [0] * num_partitions
-        super().__init__(make, batch_size, num_partitions)
+        super().__init__(make, batch_size, num_partitions, drops=drops)
 
     def core_from(self, state: FeedState) -> FeedCore:
         return FeedCore(
