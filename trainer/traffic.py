@@ -108,7 +108,7 @@ class Traffic:
         return self.allowance.settings() if self.num_places else {}
 
     def owns(self, group_id: str) -> bool:
-        return is_traffic(group_id, self.allowance.topics)
+        return self.num_places > 0 and is_traffic(group_id, self.allowance.topics)
 
     def state(self) -> TrafficState:
         return TrafficState(
