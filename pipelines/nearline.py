@@ -191,8 +191,7 @@ class PartitionLogic(StatefulBatchLogic):  # type: ignore[misc]
             key = ("feedback", offset)
             if key not in self._in_flight:
                 self._send(key, None, self._writing.lapsed(self._here, offset, why))
-        if routed:
-            self._ask()
+        self._ask()
         return routed
 
     def _send_next(self, name: str) -> None:
