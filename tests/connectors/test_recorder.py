@@ -19,7 +19,7 @@ import pytest
 from connectors.files import FileLock, Locked
 from connectors.gateway.recorder import Outbound, Recorder
 from connectors.kafka.client import BrokerUnavailable, Cluster, Producer, Record, read_all
-from connectors.kafka.topics import delete_records, ensure_topics
+from connectors.kafka.topics import cluster_id, delete_records, ensure_topics
 from connectors.records import HEADER_ID, HEADER_WRITER
 from tests.broker_process import BrokerProcess
 from tests.connectors.recorder_program import PARTITIONS
@@ -309,3 +309,28 @@ def test_a_thread_that_broke_surfaces_in_the_next_write(tmp_path: Path) -> None:
         made.write(record("s"))
     assert made.num_waiting == 1
     made.close()
+
+
+@pytest.mark.parametrize(("since", "start"), [(1000, 0), (0, 2)])
+def test_an_offset_that_the_log_no_longer_has_means_all_of_it(
+    tmp_path: Path, quick: Cluster, since: int, start: int
+) -> None:
+    """The log lost its end and took the record again below; or retention passed what was noted."""
+
+    def away() -> Cluster:
+        raise BrokerUnavailable("away")
+
+    topic, folder = quick.topic("agent-traffic"), tmp_path / "journal"
+    with closing(Producer(quick)) as producer:
+        for name in ("old", "older", "sent"):
+            headers = {HEADER_WRITER: "gateway", HEADER_ID: name}
+            producer.append(topic, 0, name.encode(), key=b"session", headers=headers)
+    delete_records(quick, {"agent-traffic": {0: start}})
+    with recorder(away, folder) as made:
+        made.write(record("sent"))
+        made.write(record("not sent"))
+    noted = {"log": cluster_id(quick), "since": {"agent-traffic": {"0": since}}}
+    (folder / "places.json").write_bytes(msgspec.json.encode(noted))
+    with recorder(quick, folder) as made:
+        assert made.wait_empty(PATIENCE_S)
+    assert ids(quick) == [*("old", "older")[start:], "sent", "not sent"]
