@@ -179,7 +179,7 @@ def loose(arguments: str) -> str:
 
 @pytest.mark.xfail(
     strict=False,
-    reason="answers [], ['<|im_start|>'], []: where the model itself writes the mark of a turn, the "
+    reason="answers [], ['<|im_start|>'], []: where the model itself writes a turn's mark, the "
     "next prompt forks though it might extend",
 )
 @settings(deadline=None, max_examples=60)
