@@ -21,13 +21,16 @@ from trainer.checkpoint_meta import CheckpointMeta
 from trainer.feed_state import FeedState
 
 
-def audited(world: World, base: CheckpointMeta | None = None) -> Audit:
+def audited(
+    world: World, base: CheckpointMeta | None = None, traffic_topics: tuple[str, ...] = ()
+) -> Audit:
     feed = base.feed if base else None
     lanes = [
         [terminal(world, partition, offset) for offset in range(len(log))]
         for partition, log in enumerate(world.trajectories)
     ]
     arrived = [e.coordinate for e in feed.open if e.coordinate is not None] if feed else []
+    arrived += [queued.coordinate for queued in feed.traffic.queue] if feed else []
     return audit(
         History(
             prompts_topic=TOPIC,
@@ -42,6 +45,7 @@ def audited(world: World, base: CheckpointMeta | None = None) -> Audit:
             prompt_ends=dict(enumerate(world.ends)),
             base=base,
             arrived=[lanes[at.partition][at.offset] for at in arrived],
+            traffic_topics=traffic_topics,
         )
     )
 

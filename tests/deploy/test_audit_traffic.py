@@ -16,41 +16,13 @@ from deploy.audit_text import as_json, audit_lines
 from deploy.findings import Audit, History, Terminal
 from operators.staleness import policy
 from tests.deploy.history import Log, group, manifest
-from tests.deploy.test_audit_any_run import bases, spoken, terminal
+from tests.deploy.test_audit_any_run import audited, bases
 from tests.trainer.traffic_world import CALLS, TrafficWorld, traffic_act
-from trainer.checkpoint_meta import CheckpointMeta
 
 NEARLINE = {"nearline_bound": 1, "nearline_low": 0.0, "nearline_high": 1.0}
 
 
 # ------------------------------------------------------------------------------- any right run
-def audited(world: TrafficWorld, base: CheckpointMeta | None = None) -> Audit:
-    feed = base.feed if base else None
-    lanes = [
-        [terminal(world, partition, offset) for offset in range(len(log))]
-        for partition, log in enumerate(world.trajectories)
-    ]
-    arrived = [e.coordinate for e in feed.open if e.coordinate is not None] if feed else []
-    arrived += [queued.coordinate for queued in feed.traffic.queue] if feed else []
-    return audit(
-        History(
-            prompts_topic="test.prompts",
-            steps=list(enumerate(world.steps_log)),
-            policy=[(offset, spoken(world, offset)) for offset in range(len(world.policy_log))],
-            terminals={p: lane[feed.read[p] if feed else 0 :] for p, lane in enumerate(lanes)},
-            rollouts=lambda wanted, since: [],
-            strategy=world.make(),
-            batch_size=world.batch_size,
-            group_size=world.group_size,
-            patience_s=0.0,
-            prompt_ends=dict(enumerate(world.ends)),
-            base=base,
-            arrived=[lanes[at.partition][at.offset] for at in arrived],
-            traffic_topics=(CALLS,),
-        )
-    )
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     batch_size=st.integers(0, 2),
@@ -72,16 +44,16 @@ def test_a_run_that_went_right_passes_at_every_moment_and_from_every_checkpoint(
     world.drain()
     check(world)
     counts = world.core.traffic.counts()
-    found = audited(world).traffic
+    found = audited(world, traffic_topics=(CALLS,)).traffic
     assert (found["trained"], found["duplicates"]) == (counts.trained, counts.duplicates)
     assert found["closed"] == sum(counts.closed_by_reason.values())
 
 
 def check(world: TrafficWorld) -> None:
-    whole = audited(world)
+    whole = audited(world, traffic_topics=(CALLS,))
     assert whole.ok, whole
     for base in bases(world)[-3:]:
-        found = audited(world, base)
+        found = audited(world, base, (CALLS,))
         assert found.ok, (base, found)
         assert found.traffic["trained"] == whole.traffic["trained"]
 
